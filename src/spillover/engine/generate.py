@@ -1,0 +1,185 @@
+"""Continuous batching: rows enter as slots free up, leave as they finish, and never wait for each other.
+
+Requests are pulled from their iterator only when a slot is free, so an input of any length stays out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from spillover.engine.protocol import Completion, Finish, LoadedModel, NextLogits, Request, TokenLogprob
+from spillover.engine.sampling import check, sample, uniform
+from spillover.engine.stopping import StopRule, TextStream
+from spillover.errors import InputError
+
+
+@dataclass
+class _Row:
+    """A request with its answer so far."""
+
+    request: Request
+    rule: StopRule
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    started: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.finish = self.rule.push(token)
+        if self.finish is not None:
+            self.ended = time.perf_counter()
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            id=self.request.id,
+            tokens=self.tokens,
+            finish=self.finish,
+            logprobs=self.logprobs if self.request.logprobs >= 0 else None,
+            prompt_tokens=len(self.request.tokens),
+            seconds=self.ended - self.started,
+        )
+
+
+class Scheduler:
+    """Generates rows over the slots of one session of `model`.
+
+    `stream` makes the text stream that stop strings are looked for in; requests with ``stop`` need it.
+    `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is unfinished.
+    ``prefilled`` and ``generated`` count tokens computed so far.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        stream: Callable[[], TextStream] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.prefilled = 0
+        self.generated = 0
+        self._model = model
+        self._session = model.session()
+        self._stream = stream
+        self._should_stop = should_stop
+        self._rows: list[_Row] = []  # index = the session's row number
+        self._held: _Row | None = None  # pulled, but too long for the prefill pass that was being filled
+        self._finished: deque[_Row] = deque()
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield completions as rows finish, in any order.
+
+        Raises `InputError` for a request that is empty, does not fit the context, or samples out of range.
+        """
+        source = iter(requests)
+        while not self._should_stop():
+            newcomers = self._pull(source)
+            if newcomers:
+                self._admit(newcomers)
+            elif self._rows:
+                self._decode()
+            elif not self._finished:
+                return
+            while self._finished:
+                yield self._finished.popleft().completion()
+
+    def partials(self) -> dict[str, list[int]]:
+        """Tokens answered so far by rows that `run` pulled and did not yield, by request id.
+
+        Put them into ``Request.generated`` and the row continues as if it had never stopped.
+        """
+        held = [self._held] if self._held else []
+        return {row.request.id: list(row.tokens) for row in (*self._finished, *self._rows, *held)}
+
+    def _pull(self, source: Iterator[Request]) -> list[_Row]:
+        """Rows for one prefill pass: as many as there are free slots, within the model's tokens per pass."""
+        rows: list[_Row] = []
+        room = self._model.plan.pass_tokens
+        while len(self._rows) + len(rows) < self._session.slots:
+            row = self._held or self._next(source)
+            self._held = None
+            if row is None:
+                break
+            room -= len(row.request.tokens) + len(row.tokens)
+            if rows and room < 0:
+                self._held = row
+                break
+            rows.append(row)
+        return rows
+
+    def _next(self, source: Iterator[Request]) -> _Row | None:
+        """The next request that still has tokens to answer; one that is complete already goes to the finished."""
+        for request in source:
+            row = self._replay(request)
+            if row.finish is None:
+                return row
+            self._finished.append(row)
+        return None
+
+    def _replay(self, request: Request) -> _Row:
+        self._check(request)
+        row = _Row(request, StopRule(request, self._stream or _no_stream))
+        for token in request.generated:
+            row.append(token)
+            if row.finish is not None:
+                break
+        if row.tokens and request.logprobs >= 0:
+            sequence = (*request.tokens, *row.tokens)
+            row.logprobs += self._model.score([sequence], [len(request.tokens)], top=request.logprobs)[0]
+        return row
+
+    def _check(self, request: Request) -> None:
+        check(request.sampling)
+        if not request.tokens or request.max_tokens < 1:
+            what = "has an empty prompt" if not request.tokens else f"asks for {request.max_tokens} tokens"
+            raise InputError(f"row {request.id} {what}")
+        if len(request.tokens) + request.max_tokens > self._session.length:
+            raise InputError(
+                f"row {request.id}: a prompt of {len(request.tokens)} tokens and an answer of up to "
+                f"{request.max_tokens} exceed the context of {self._session.length}",
+                hint="shorten the row or lower max_tokens",
+            )
+
+    def _admit(self, newcomers: list[_Row]) -> None:
+        logits = self._session.admit([(*row.request.tokens, *row.tokens) for row in newcomers])
+        self.prefilled += sum(len(row.request.tokens) + len(row.tokens) for row in newcomers)
+        self._rows += newcomers
+        self._choose(newcomers, logits)
+
+    def _decode(self) -> None:
+        logits = self._session.decode([row.tokens[-1] for row in self._rows])
+        self._choose(self._rows, logits)
+
+    def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
+        """Append one token to each of `rows`, whose logits are in the same order, and release the finished."""
+        greedy = logits.argmax() if any(row.request.sampling.temperature == 0 for row in rows) else None
+        for place, row in enumerate(rows):
+            sampling = row.request.sampling
+            if greedy is not None and sampling.temperature == 0:
+                token = int(greedy[place])
+            else:
+                u = uniform(sampling.seed, row.request.id, len(row.tokens))
+                token = sample(logits.numpy(place), sampling, u)
+            if row.request.logprobs >= 0:
+                row.logprobs.append(logits.logprobs(place, token, row.request.logprobs))
+            row.append(token)
+        self.generated += len(rows)
+        self._release()
+
+    def _release(self) -> None:
+        for number in range(len(self._rows) - 1, -1, -1):
+            row = self._rows[number]
+            if row.finish is not None:
+                self._session.release(number)
+                self._rows[number] = self._rows[-1]
+                self._rows.pop()
+                self._finished.append(row)
+
+
+def _no_stream() -> TextStream:
+    raise InputError("stop strings need a tokenizer to find them in text")

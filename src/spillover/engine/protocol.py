@@ -1,0 +1,263 @@
+"""What jobs and engines say to each other. Nothing here imports an engine's library.
+
+An `Engine` plans and loads; what it loads is a `LoadedModel`, which makes a `Session` (rows being generated,
+with their KV cache), scores given tokens, or makes a `Trainer`. All arrays that cross this border are numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from spillover.models import Adapter, Model
+    from spillover.models.lora import LoraConfig
+
+Numerics: TypeAlias = Literal["float32", "bf16"]
+Kind: TypeAlias = Literal["generate", "train"]
+Finish: TypeAlias = Literal["stop", "length"]
+Floats: TypeAlias = NDArray[np.float32]
+Ids: TypeAlias = NDArray[np.int64]
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row to generate.
+
+    ``tokens`` is the prompt and ``generated`` what an earlier run already answered; both are prefilled, and
+    ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports the
+    chosen token alone, -1 nothing).
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
+    generated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of ``token`` at temperature 1, and of the most likely tokens, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Completion:
+    """A finished row. ``tokens`` ends with the stop id, or with the token that completed a stop string.
+
+    ``seconds`` runs from the row's admission to its last token.
+    """
+
+    id: str
+    tokens: list[int]
+    finish: Finish
+    logprobs: list[TokenLogprob] | None
+    prompt_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job is about to ask of an engine.
+
+    ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train), ``sequence``
+    the most tokens a row may have, prompt and answer together. ``numerics`` and ``device`` None mean: choose.
+    """
+
+    kind: Kind
+    batch: int
+    sequence: int
+    lora: LoraConfig | None = None
+    numerics: Numerics | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine will do and what it takes. ``parts`` names the bytes that add up to ``memory_bytes``.
+
+    ``batch`` is at most the wanted one. ``pass_tokens`` bounds the tokens of one forward pass: newcomers in a
+    prefill, sequences of a micro-batch in training. ``why`` is one printable line.
+    """
+
+    engine: str
+    device: str
+    numerics: Numerics
+    placement: Literal["resident"]
+    batch: int
+    sequence: int
+    pass_tokens: int
+    weights_bytes: int
+    memory_bytes: int
+    parts: tuple[tuple[str, int], ...]
+    why: str
+
+
+class NextLogits(Protocol):
+    """The next-token logits of each row of a session, still on the engine's device.
+
+    They belong to the pass that made them: read them before the session's next call.
+    """
+
+    def argmax(self) -> Ids:
+        """The most likely token per row, int64 ``[rows]``; the lowest id of equals."""
+        ...
+
+    def numpy(self, row: int) -> Floats:
+        """The logits of one row, float32 ``[vocab]``."""
+        ...
+
+    def logprobs(self, row: int, token: int, top: int) -> TokenLogprob:
+        """The log-probability of `token` in `row` and of the `top` most likely tokens."""
+        ...
+
+
+class Session(Protocol):
+    """Rows being generated and their KV cache. Rows are numbered 0..n-1 without gaps."""
+
+    slots: int
+    length: int
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> NextLogits:
+        """Prefill new rows after the present ones in one pass; logits of the new rows only, in order."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> NextLogits:
+        """Append one token to every row; logits of every row."""
+        ...
+
+    def release(self, row: int) -> None:
+        """Drop a row. The last row takes its number."""
+        ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Training sequences, right-padded. ``mask[b, t]`` is true where the token *at* ``t`` is a target.
+
+    ``tokens`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``, ``lengths`` int64 ``[B]``.
+    """
+
+    tokens: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) and clipping by global norm.
+
+    ``clip`` 0 turns clipping off.
+    """
+
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``loss`` is the mean over the step's ``tokens`` targets; ``grad_norm`` is the norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a tune needs to continue: float32 arrays by adapter tensor name and the steps made so far.
+
+    Names and shapes are those of `spillover.models.Adapter.tensors`; ``m`` and ``v`` are AdamW's moments.
+    """
+
+    params: dict[str, Floats]
+    m: dict[str, Floats]
+    v: dict[str, Floats]
+    step: int
+
+
+class Trainer(Protocol):
+    """A LoRA tune in memory. An exception at any instruction leaves the state before or after a whole step."""
+
+    protected: Callable[[], AbstractContextManager[object]]
+
+    @property
+    def completed(self) -> int:
+        """Optimizer steps made so far, those of a restored state included."""
+        ...
+
+    def step(self, micro_batches: Sequence[MicroBatch], *, lr: float) -> StepResult:
+        """One optimizer step over all micro-batches, their losses weighted by token."""
+        ...
+
+    def state(self) -> TrainState:
+        """A copy that later steps do not change."""
+        ...
+
+    def restore(self, state: TrainState) -> None:
+        """Continue from `state`; `EngineError` names the first tensor that does not fit."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A model in memory, with at most one adapter applied."""
+
+    plan: Plan
+
+    def session(self) -> Session:
+        """An empty session of ``plan.batch`` slots of ``plan.sequence`` tokens."""
+        ...
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+    ) -> list[list[TokenLogprob]]:
+        """Log-probabilities of ``sequence[start:]`` of each sequence, each token given all before it."""
+        ...
+
+    def trainer(
+        self, config: LoraConfig, initial: Mapping[str, Floats], optimizer: Optimizer, *, seed: int = 0
+    ) -> Trainer:
+        """A trainer of a new adapter that starts from `initial`; `seed` decides dropout."""
+        ...
+
+
+class Engine(Protocol):
+    """A way to compute. Engines know nothing of where state lives."""
+
+    name: str
+    version: str
+
+    def plan(self, model: Model, work: Work) -> Plan:
+        """Decide device, numerics and batch; `EngineError` in one line when it does not fit."""
+        ...
+
+    def load(self, model: Model, plan: Plan, adapters: Sequence[Adapter] = ()) -> LoadedModel:
+        """Read the weights into memory as `plan` says."""
+        ...

@@ -1,0 +1,151 @@
+"""Attention over packed sequences (prefill, scoring, training) and of one token per row against the cache.
+
+Queries come as ``[N, heads, D]``, keys and values as ``[N, kv_heads, D]``. Heads that share a key head are
+adjacent, so that grouping them turns attention into larger products over fewer keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TILE = 128  # queries at once in training: bounds the score matrix and skips most of the masked half
+
+
+class Attention(Protocol):
+    """What a layer calls: queries, keys and values in, ``[N, heads * D]`` out."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Each sequence of a packed pass attends to itself: `lengths` sum to N. `window` limits how far back."""
+
+    lengths: Sequence[int]
+    window: int | None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [
+            self._attend(*(x[start:stop].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v)))
+            for start, stop, count in self._runs()
+        ]
+        packed = [part.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]) for part in parts]
+        return packed[0] if len(packed) == 1 else torch.cat(packed)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.requires_grad and q.device.type == "cpu":
+            return _TiledCausal.apply(q, k, v, self.window)  # type: ignore[no-any-return]
+        length = q.shape[2]
+        if self.window is None or length <= self.window:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = visible(torch.arange(length, device=q.device), length, self.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, sequences) of neighbours of equal length, which go through one call."""
+        start = 0
+        for length, equal in itertools.groupby(self.lengths):
+            count = sum(1 for _ in equal)
+            yield start, start + count * length, count
+            start += count * length
+
+
+def visible(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """Which of `length` keys each position sees: bool ``[..., length]``."""
+    keys = torch.arange(length, device=positions.device)
+    seen = keys <= positions.unsqueeze(-1)
+    return seen if window is None else seen & (keys > positions.unsqueeze(-1) - window)
+
+
+def grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """One token per row through torch's fused kernel, with the heads of a group as its queries.
+
+    ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus infinity).
+    """
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def grouped_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The same as `grouped_sdpa` in two plain products."""
+    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1])), k.transpose(-1, -2)).add_(bias)
+    return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+
+class _TiledCausal(torch.autograd.Function):
+    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k``, ``v`` ``[B, kv, T, D]``, a tile of queries at a time.
+
+    The backward recomputes each tile's probabilities. torch's own CPU kernel takes three times as long there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        ctx.save_for_backward(q, k, v)
+        ctx.window = window
+        out = torch.empty_like(q)
+        for tile in _tiles(q, k, window):
+            mixed = tile.probabilities(q, k) @ v[:, :, tile.first : tile.stop]
+            tile.of(out).copy_(mixed.view_as(tile.of(out)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v = ctx.saved_tensors
+        by_q = torch.empty_like(q)
+        # several tiles add to the same keys: in float32
+        by_k, by_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        for tile in _tiles(q, k, ctx.window):
+            keys = slice(tile.first, tile.stop)
+            p = tile.probabilities(q, k)
+            out_grad = tile.group(grad)
+            by_v[:, :, keys] += p.transpose(-1, -2) @ out_grad
+            by_p = out_grad @ v[:, :, keys].transpose(-1, -2)
+            by_scores = torch._softmax_backward_data(by_p, p, -1, p.dtype).mul_(tile.scale)
+            tile.of(by_q).copy_((by_scores @ k[:, :, keys]).view_as(tile.of(by_q)))
+            by_k[:, :, keys] += by_scores.transpose(-1, -2) @ tile.group(q)
+        return by_q, by_k.to(k.dtype), by_v.to(v.dtype), None
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries ``[start, stop)`` and the keys ``[first, stop)`` that they see."""
+
+    start: int
+    stop: int
+    first: int
+    groups: int
+    scale: float
+    hidden: Tensor  # bool [stop - start, stop - first]: keys that a query does not see
+
+    def of(self, x: Tensor) -> Tensor:
+        """The tile of ``[B, heads, T, D]`` as ``[B, kv, G, t, D]``, a view."""
+        return x[:, :, self.start : self.stop].unflatten(1, (-1, self.groups))
+
+    def group(self, x: Tensor) -> Tensor:
+        """The tile of ``[B, heads, T, D]`` with a group's queries in one matrix, ``[B, kv, G t, D]``."""
+        return self.of(x).flatten(2, 3)
+
+    def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """Softmax of the tile's scores, ``[B, kv, G t, keys]``."""
+        scores = (self.group(q) * self.scale) @ k[:, :, self.first : self.stop].transpose(-1, -2)
+        scores.unflatten(2, (self.groups, -1)).masked_fill_(self.hidden, -torch.inf)
+        return torch.softmax(scores, dim=-1)
+
+
+def _tiles(q: Tensor, k: Tensor, window: int | None) -> Iterator[_Tile]:
+    length = q.shape[2]
+    for start in range(0, length, _TILE):
+        stop = min(start + _TILE, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        seen = visible(torch.arange(start, stop, device=q.device), stop, window)[:, first:]
+        yield _Tile(start, stop, first, q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1]), ~seen)

@@ -1,0 +1,129 @@
+"""What this machine computes with, how fast, and how much memory it may take.
+
+Speeds are measured once per machine and torch build (about a second) and kept in ``SPILL_HOME``, so that plans and
+kernel choices stay the same from run to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.nn.functional as F
+
+from spillover.engine.torch.attention import grouped_matmul, grouped_sdpa
+from spillover.engine.torch.linear import Dense, Packed
+from spillover.errors import EngineError
+from spillover.models import home
+
+SHARE = 0.75  # of the machine's memory: the rest is for the page cache and the job itself
+_FAST = 1.3  # how much faster bf16 must multiply than float32 to be the default
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Speeds(msgspec.Struct, frozen=True):
+    """Measured facts about one dtype: large products in GFLOP/s, and which of two equal kernels is faster."""
+
+    gflops: float
+    packed: bool
+    sdpa: bool
+
+
+def pick_device(wanted: str | None) -> torch.device:
+    """The device called `wanted`, or the best there is."""
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = wanted.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise EngineError(f"the torch engine has no device {wanted}", hint="use --device cpu or --device cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EngineError("no CUDA device can be used by this build of torch", hint="use --device cpu")
+    return torch.device(wanted)
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that a plan may take on `device`: 75 % of its memory, or of the cgroup's limit when that is lower."""
+    if device.type == "cuda":
+        return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text()))
+    return int(SHARE * min(limits))
+
+
+def measured(dtype: torch.dtype) -> Speeds:
+    """The CPU's `Speeds` in `dtype`, from ``SPILL_HOME`` or measured now."""
+    path = home() / "speeds.json"
+    known = _read(path)
+    key = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+    if key not in known:
+        known[key] = _measure(dtype)
+        _write(path, known)
+    return known[key]
+
+
+def _read(path: Path) -> dict[str, Speeds]:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Speeds])
+    return {}
+
+
+def _write(path: Path, known: dict[str, Speeds]) -> None:
+    with contextlib.suppress(OSError):  # a read-only home only means measuring again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(known))
+        Path(file.name).replace(path)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@torch.inference_mode()
+def _measure(dtype: torch.dtype) -> Speeds:
+    big = torch.ones(1024, 1024, dtype=dtype)
+    gflops = 2 * 1024**3 / _seconds(lambda: F.linear(big, big)) / 1e9
+    weight, x = torch.ones(2048, 1024, dtype=dtype), torch.ones(16, 1024, dtype=dtype)
+    dense, packed = Dense(weight), Packed(weight) if Packed.available() else None
+    # a decode step of the usual kind: 16 rows, 3 groups of 3 heads, 128 keys
+    keys, bias = torch.ones(16, 3, 256, 64, dtype=dtype)[:, :, :128], torch.zeros(16, 1, 1, 128, dtype=dtype)
+    q = torch.ones(16, 3, 3, 64, dtype=dtype)
+    return Speeds(
+        gflops=round(gflops, 1),
+        packed=packed is not None and _seconds(lambda: packed(x)) < _seconds(lambda: dense(x)),
+        sdpa=_seconds(lambda: grouped_sdpa(q, keys, keys, bias))
+        < _seconds(lambda: grouped_matmul(q, keys, keys, bias)),
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(25):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[5:])
+
+
+def default_numerics(device: torch.device) -> tuple[str, str]:
+    """``bf16`` or ``float32``, whichever suits the device, and why in a few words."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+        return ("bf16", "the GPU multiplies bf16") if fast else ("float32", "the GPU does not multiply bf16")
+    bf16, float32 = measured(torch.bfloat16).gflops, measured(torch.float32).gflops
+    chosen = "bf16" if bf16 >= _FAST * float32 else "float32"
+    return chosen, f"bf16 at {bf16:.0f} and float32 at {float32:.0f} GFLOP/s measured"

@@ -1,0 +1,129 @@
+"""Resident placement: what a piece of work takes, part by part, and whether the machine has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from spillover.engine.protocol import Numerics, Plan, Work
+from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
+from spillover.engine.torch.lora import parameters
+from spillover.errors import EngineError
+
+if TYPE_CHECKING:
+    from spillover.models import Model, ModelConfig
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
+PREFILL_TOKENS = 2048  # newcomers' tokens in one pass: enough to keep the products large
+LOGIT_BYTES = 64 << 20  # float32 logits alive at once in a loss or a score
+_RUNTIME = 250 << 20  # torch itself, its kernels and thread stacks
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one model's parts in one dtype."""
+
+    config: ModelConfig
+    width: int  # bytes of an element
+
+    def weights(self) -> int:
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.heads + c.kv_heads)
+        layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+        # a tied head is packed beside the embedding, so both count
+        return self.width * (c.layers * layer + 2 * c.vocab_size * c.hidden_size)
+
+    def cache_row(self, length: int) -> int:
+        c = self.config
+        return self.width * 2 * c.layers * c.kv_heads * c.head_dim * (length + 32)
+
+    def logits_row(self) -> int:
+        return self.config.vocab_size * (4 + self.width)
+
+    def pass_token(self) -> int:
+        """A token of an inference pass: the widest moment of a layer."""
+        c = self.config
+        return self.width * (4 * c.hidden_size + 4 * c.intermediate_size + 3 * c.heads * c.head_dim)
+
+    def saved_token(self) -> int:
+        """A token of a training pass: what the layers save for the backward."""
+        c = self.config
+        heads = c.heads + 2 * c.kv_heads
+        layer = 5 * c.hidden_size + 3 * c.intermediate_size + c.head_dim * (2 * heads + c.heads)
+        return self.width * (c.layers * layer + 8 * c.intermediate_size)
+
+
+def make_plan(model: Model, work: Work, version: str) -> Plan:
+    """Decide device, numerics, batch and tokens per pass; `EngineError` when one row does not fit."""
+    device = pick_device(work.device)
+    numerics, reason = _numerics(work, device)
+    sizes = _Sizes(model.config, DTYPES[numerics].itemsize)
+    if work.sequence > model.config.max_positions:
+        raise EngineError(
+            f"{model.ref.spec} reads at most {model.config.max_positions} tokens, not {work.sequence}",
+            hint=f"ask for {model.config.max_positions} or fewer",
+        )
+    limit = memory_limit(device)
+    fit = _fit_training if work.kind == "train" else _fit_generation
+    batch, pass_tokens, parts = fit(sizes, work, limit)
+    total = sum(size for _, size in parts)
+    listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts)
+    if total > limit:
+        raise EngineError(
+            f"{model.ref.spec} needs {_gb(total)} ({listed}) but {_gb(limit)} may be used "
+            f"({SHARE:.0%} of this machine's memory)",
+            hint="choose a smaller model, a shorter sequence or a machine with more memory",
+        )
+    return Plan(
+        engine="torch",
+        device=str(device),
+        numerics=numerics,
+        placement="resident",
+        batch=batch,
+        sequence=work.sequence,
+        pass_tokens=pass_tokens,
+        weights_bytes=sizes.weights(),
+        memory_bytes=total,
+        parts=tuple(parts),
+        why=f"resident on {device} in {numerics} ({reason}); {_gb(total)} of {_gb(limit)}: {listed}",
+    )
+
+
+def _numerics(work: Work, device: torch.device) -> tuple[Numerics, str]:
+    if work.numerics is not None:
+        return work.numerics, "as asked"
+    chosen, reason = default_numerics(device)
+    return ("bf16" if chosen == "bf16" else "float32"), reason
+
+
+def _fit_generation(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list[tuple[str, int]]]:
+    fixed = [
+        ("weights", sizes.weights()),
+        ("activations", sizes.pass_token() * max(PREFILL_TOKENS, work.sequence) + _RUNTIME),
+    ]
+    row = sizes.cache_row(work.sequence) + sizes.logits_row()
+    room = limit - sum(size for _, size in fixed)
+    batch = max(1, min(work.batch, room // row))
+    return batch, PREFILL_TOKENS, [*fixed, ("cache", batch * row)]
+
+
+def _fit_training(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list[tuple[str, int]]]:
+    """Sequences of a micro-batch that do not fit together go through in several passes of whole sequences."""
+    if work.lora is None:
+        raise EngineError("training needs a LoRA configuration: base weights are never trained")
+    fixed = [
+        ("weights", sizes.weights()),
+        # parameters and two moments, twice (a step writes new ones), gradients, and a copy for a checkpoint
+        ("adapter", 4 * 10 * parameters(sizes.config, work.lora)),
+        ("loss", 3 * LOGIT_BYTES + _RUNTIME),
+    ]
+    sequence = sizes.saved_token() * work.sequence
+    room = limit - sum(size for _, size in fixed)
+    together = max(1, min(work.batch, room // sequence))
+    return work.batch, together * work.sequence, [*fixed, ("activations", together * sequence)]
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

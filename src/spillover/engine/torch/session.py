@@ -1,0 +1,129 @@
+"""Rows being generated on torch: a static key-value cache, packed prefill, one-token decoding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spillover.engine.protocol import Floats, Ids, TokenLogprob
+from spillover.engine.torch.attention import Causal, visible
+from spillover.engine.torch.decoder import Decoder
+
+# Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
+_STRIDE = 32
+
+DecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class TorchLogits:
+    """Next-token logits ``[rows, V]``, converted to float32 once."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits.float()
+
+    def argmax(self) -> Ids:
+        """The most likely token per row, int64 ``[rows]``."""
+        if self._logits.device.type == "cpu":
+            # numpy's argmax over contiguous float32 is vectorized; torch's takes five times as long
+            return np.asarray(self._logits.numpy().argmax(axis=-1), dtype=np.int64)
+        return self._logits.argmax(dim=-1).cpu().numpy()
+
+    def numpy(self, row: int) -> Floats:
+        """The logits of one row, float32 ``[V]``."""
+        return self._logits[row].cpu().numpy()
+
+    def logprobs(self, row: int, token: int, top: int) -> TokenLogprob:
+        """The log-probability of `token` in `row` and of the `top` most likely tokens."""
+        return token_logprobs(self._logits[row : row + 1], [token], top)[0]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of `tokens` and of the `top` best, from float32 logits ``[M, V]``."""
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [M, 1]
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)) - total
+    best = torch.topk(logits, min(top, logits.shape[1]), dim=-1)
+    ids, values = best.indices.tolist(), (best.values - total).tolist()
+    return [
+        TokenLogprob(token, value, tuple(zip(row_ids, row_values, strict=True)))
+        for token, (value,), row_ids, row_values in zip(tokens, chosen.tolist(), ids, values, strict=True)
+    ]
+
+
+class TorchSession:
+    """A static cache of `slots` rows of `length` positions; rows 0..n-1 are in use.
+
+    The memory is reserved here and, on the CPU, taken only as positions are written.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int, length: int, attend: DecodeAttention) -> None:
+        self.slots = slots
+        self.length = length
+        config = decoder.config
+        self._decoder = decoder
+        self._attend_cache = attend
+        self._lengths: list[int] = []
+        room = -(-length // _STRIDE) * _STRIDE
+        shape = (config.layers, slots, config.kv_heads, room, config.head_dim)
+        # zeros: what was never written is masked, but 0 * NaN would not be
+        self._keys = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._values = torch.zeros_like(self._keys)
+
+    @torch.inference_mode()
+    def admit(self, prompts: Sequence[Sequence[int]]) -> TorchLogits:
+        """Prefill `prompts` as rows n, n + 1, ...; logits of their last tokens."""
+        lengths = [len(prompt) for prompt in prompts]
+        device = self._decoder.device
+        tokens = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        causal = Causal(lengths, self._decoder.config.sliding_window)
+        first = len(self._lengths)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for row, (keys, values) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True), first):
+                self._keys[layer, row, :, : len(keys)] = keys.transpose(0, 1)
+                self._values[layer, row, :, : len(values)] = values.transpose(0, 1)
+            return causal(layer, q, k, v)
+
+        hidden = self._decoder.hidden(tokens, positions, max(lengths), attend)
+        self._lengths += lengths
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        return TorchLogits(self._decoder.logits(hidden[last]))
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int]) -> TorchLogits:
+        """Append one token to every row; logits of every row."""
+        config, device = self._decoder.config, self._decoder.device
+        rows = len(tokens)
+        positions = torch.tensor(self._lengths, device=device)
+        longest = max(self._lengths) + 1
+        seen = -(-longest // _STRIDE) * _STRIDE
+        bias = torch.zeros(rows, 1, 1, seen, dtype=self._decoder.dtype, device=device)
+        bias.masked_fill_(~visible(positions, seen, config.sliding_window)[:, None, None], -torch.inf)
+        # where each row's new key goes, counted in vectors of one layer's cache
+        heads = torch.arange(rows * config.kv_heads, device=device).view(rows, -1) * self._keys.shape[3]
+        places = (heads + positions.unsqueeze(1)).flatten()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._keys[layer], self._values[layer]
+            keys.view(-1, config.head_dim).index_copy_(0, places, k.reshape(-1, config.head_dim))
+            values.view(-1, config.head_dim).index_copy_(0, places, v.reshape(-1, config.head_dim))
+            grouped = q.unflatten(1, (config.kv_heads, -1))  # [n, kv, G, D]
+            return self._attend_cache(grouped, keys[:rows, :, :seen], values[:rows, :, :seen], bias).flatten(1)
+
+        hidden = self._decoder.hidden(torch.tensor(tokens, device=device), positions, longest, attend)
+        self._lengths = [length + 1 for length in self._lengths]
+        return TorchLogits(self._decoder.logits(hidden))
+
+    def release(self, row: int) -> None:
+        """Drop `row`; the last row takes its number."""
+        last = len(self._lengths) - 1
+        length = self._lengths[last]
+        if row != last:
+            for cache in (self._keys, self._values):
+                cache[:, row, :, :length] = cache[:, last, :, :length]
+            self._lengths[row] = length
+        self._lengths.pop()

@@ -1,0 +1,60 @@
+"""Fixtures that several parts use: a real S3 endpoint over HTTP, and throw-away homes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+BUCKET = "spill-tests"
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The address of an S3 server on this machine, with the bucket `BUCKET`."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    client = boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    )
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+    yield endpoint
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """A function that returns a new ``s3://`` URI, reachable from here and from child processes."""
+    for name, value in s3_environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    return lambda: f"s3://{BUCKET}/{secrets.token_hex(6)}"
+
+
+def s3_environment(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@pytest.fixture(params=["local", "s3"])
+def durable_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place that survives a process: a folder, then an S3 prefix."""
+    if request.param == "local":
+        return str(tmp_path / "state")
+    return request.getfixturevalue("s3")()
