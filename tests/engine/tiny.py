@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
+from spillover.engine import Completion, Request, Sampling, Scheduler, Work, engine
 from spillover.models import Model, ModelConfig, parse
 
 LLAMA3 = {
@@ -61,3 +63,33 @@ def ours(folder: Path) -> Model:
     """The model in `folder`, without its tokenizer."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return Model(parse(str(folder)), folder, ModelConfig.read(folder), "tiny", size)
+
+
+def loaded(model: Model, *, batch: int = 4, sequence: int = 256, adapters=(), numerics="float32"):
+    """`model` ready to generate on the CPU."""
+    torch_engine = engine("torch")
+    plan = torch_engine.plan(model, Work("generate", batch, sequence, numerics=numerics, device="cpu"))
+    return torch_engine.load(model, plan, adapters)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids without the stop id."""
+    return tuple(int(x) for x in np.random.default_rng(seed).integers(1, SIZES["vocab_size"], length))
+
+
+def request(name: str, tokens: tuple[int, ...], count: int = 20, **more) -> Request:
+    """A greedy request without stop ids unless `more` says otherwise."""
+    return Request(**{
+        "id": name,
+        "tokens": tokens,
+        "max_tokens": count,
+        "sampling": Sampling(),
+        "stop_ids": frozenset(),
+        "logprobs": -1,
+        **more,
+    })  # fmt: skip
+
+
+def answers(model, requests, **more) -> dict[str, Completion]:
+    """Run everything and index it by id."""
+    return {done.id: done for done in Scheduler(model, **more).run(iter(requests))}

@@ -100,7 +100,9 @@ QWEN = """{%- if tools %}
 MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% elif message['role'] == 'assistant' %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"""  # noqa: E501
 
 
-def write_tokenizer(folder: Path, template: Any = CHATML, **config: Any) -> Path:
+def write_tokenizer(
+    folder: Path, template: Any = CHATML, *, corpus: list[str] = CORPUS, **config: Any
+) -> Path:
     """Train a byte-level BPE on a few lines and write it with `template`."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = Tokenizer(models.BPE())
@@ -108,7 +110,7 @@ def write_tokenizer(folder: Path, template: Any = CHATML, **config: Any) -> Path
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator(CORPUS, trainer)
+    inner.train_from_iterator(corpus, trainer)
     inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     inner.save(str(folder / "tokenizer.json"))
     document = {

@@ -1,7 +1,7 @@
-"""A model hub on 127.0.0.1: the part of the Hugging Face protocol that a download uses, with faults on demand.
+"""A model hub on 127.0.0.1: the part of the Hugging Face protocol that a download uses, with faults.
 
-Model info with file sizes and hashes, ``resolve`` with its headers, the redirect of large files to another host, byte
-ranges, error codes in ``X-Error-Code``.
+Model info with file sizes and hashes, ``resolve`` with its headers, the redirect of large files to another
+host, byte ranges, error codes in ``X-Error-Code``.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _resolve(self, name: str, revision: str, file: str, token: str | None) -> None:
         found = self._repo(name, revision, token)
         if found is None:
-            return
+            return None
         commit, files = found
         if file not in files:
             return self._fail(404, "EntryNotFound")

@@ -74,6 +74,20 @@ def test_generation_tag_and_special_tokens_equal_transformers(tmp_path) -> None:
     assert text.startswith("<|begin_of_text|>[INST]")
 
 
+def test_what_a_template_can_look_at_equals_transformers(tmp_path) -> None:
+    names = (
+        "documents is none",
+        "tools is none",
+        "pad_token is defined",
+        "'content' in messages[1]",
+        "bos_token",
+    )
+    folder = write_tokenizer(tmp_path, " ".join("{{ " + name + " }}" for name in names))
+    text = peer(folder).apply_chat_template([USER, CALL], tokenize=False)
+    assert Tokenizer(folder).render([USER, CALL], generation_prompt=False) == text
+    assert text == "True True False False <|begin_of_text|>"
+
+
 def test_named_templates_and_the_jinja_file(tmp_path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     tokenizer = Tokenizer(write_tokenizer(tmp_path, named))
@@ -136,6 +150,13 @@ def test_training_follows_weights_and_hostile_content(tmp_path) -> None:
     assert not any(mask)
 
 
+def test_a_token_that_spans_prompt_and_reply_is_a_target(tmp_path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, CHATML, corpus=["a\n\n\nb\n\n\nc"]))
+    ids, mask = tokenizer.training([USER, {"role": "assistant", "content": "\n\nRome"}])
+    covered = tokenizer.decode([token for token, target in zip(ids, mask, strict=True) if target])
+    assert covered == "\n\n\nRome"
+
+
 def test_training_keeps_leading_white_space_under_trimmed_offsets(tmp_path) -> None:
     import json
 
@@ -150,8 +171,10 @@ def test_training_keeps_leading_white_space_under_trimmed_offsets(tmp_path) -> N
     text = tokenizer.decode([token for token, target in zip(ids, mask, strict=True) if target])
     assert text.strip() == "Rome"
     assert text.endswith("  ")
+    ids, mask = tokenizer.training([USER, {"role": "assistant", "content": "Rome"}])
     header = tokenizer.prompt_ids([USER])
-    assert not any(mask[: len(header) - 1])
+    assert not any(mask[: len(header)]), "the header's newline, whose offsets are empty, is no target"
+    assert mask[len(header)]
 
 
 def refusal(call) -> str:

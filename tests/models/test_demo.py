@@ -68,8 +68,8 @@ def test_tokenizer_equals_the_one_transformers_derives(demo: Model) -> None:
     source = module._installed()
     assert source is not None
     derived = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # SmolLM2 splits at every numeral before the byte-level step. The conversion from GGUF leaves that out, which
-    # shows only at numerals beyond ASCII: no merge of the vocabulary has an ASCII digit.
+    # SmolLM2 splits at every numeral before the byte-level step. The conversion from GGUF leaves that
+    # out, which shows only at numerals beyond ASCII: no merge of the vocabulary has an ASCII digit.
     inner = derived.backend_tokenizer
     inner.pre_tokenizer = Sequence([Digits(individual_digits=True), inner.pre_tokenizer])
     loaded = AutoTokenizer.from_pretrained(demo.path)

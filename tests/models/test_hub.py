@@ -28,6 +28,7 @@ NAME = "acme/tiny"
 @pytest.fixture
 def hub(tiny: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     files = {path.name: path.read_bytes() for path in tiny.iterdir()}
+    files |= {"model/../../escape.safetensors": b"x", "model-old/model.safetensors": b"x"}
     files |= {"README.md": b"# tiny", "consolidated.safetensors": b"again", "original/params.json": b"{}"}
     with serve() as hub:
         hub.repos[NAME] = Repo(COMMIT, files)
@@ -50,8 +51,8 @@ def test_only_what_counts_is_fetched_once_and_it_is_the_model(hub: Hub, tiny: Pa
     model = resolve(NAME, report=lambda *report: seen.append(report))
     assert model.fingerprint == fingerprint(tiny)
     assert {path.name for path in model.path.iterdir()} == {path.name for path in tiny.iterdir()}
-    weights = len((tiny / "model.safetensors").read_bytes())
-    assert (f"download {NAME}", weights, weights) in seen
+    size = sum(path.stat().st_size for path in tiny.iterdir())
+    assert (f"download {NAME}", size, size) in seen
     hub.calls.clear()
     assert resolve(NAME).path == model.path
     assert not hub.calls, "what is on disk needs no network"
@@ -97,21 +98,22 @@ def test_a_killed_download_continues_where_it_stopped(hub: Hub, tiny: Path, home
     while not hub.gets("model.safetensors"):
         assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    child.send_signal(signal.SIGTERM)
-    child.wait()
     part = home / "models/.acme--tiny.partial/model.safetensors.part"
-    part.write_bytes((tiny / "model.safetensors").read_bytes()[:30_000])  # what a flushed write had left
+    while not (part.exists() and part.stat().st_size):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    arrived = part.stat().st_size
     hub.stall.clear()
     hub.calls.clear()
     assert resolve(NAME).fingerprint == fingerprint(tiny)
-    assert [call.range for call in hub.gets("model.safetensors")] == ["bytes=30000-"]
+    assert [call.range for call in hub.gets("model.safetensors")] == [f"bytes={arrived}-"]
     assert not hub.gets("config.json"), "whole files are not fetched again"
 
 
 def test_a_hub_that_keeps_cutting_is_given_up_and_continued(hub: Hub, tiny: Path, monkeypatch) -> None:
-    from huggingface_hub import file_download
-
-    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("spillover.models.hub._PAUSE", 0.0)
     hub.cut["model.safetensors"] = 0
     hub.cut_once["model.safetensors"] = 25_000
     error = refusal(NAME)

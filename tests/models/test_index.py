@@ -63,9 +63,10 @@ def test_names_and_shapes_of_every_family(family: str, tmp_path: Path) -> None:
     import transformers
 
     shape = {
-        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": family == "Qwen2", "bos_token_id": None,
-        "eos_token_id": None, "pad_token_id": None,
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": family == "Qwen2",
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     if family == "Qwen2":
         shape["head_dim"] = 8

@@ -63,9 +63,9 @@ def test_stop_ids_join_config_tokenizer_and_template(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="tokenizer.json is missing"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         Tokenizer(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(ModelError, match="tokenizer.json is damaged"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged"):
         Tokenizer(tmp_path)

@@ -31,7 +31,7 @@ def run(store: Store, log: Path, lease: float = 0.4, takeover: bool = False) -> 
             writer = owned.payload("ckpt", f"step-{step:09d}")
             writer.add("state.json", json.dumps([step, total]).encode())
             writer.add("params", lambda: [b"x" * 1000, b"y" * 500])
-            current = writer.commit(step=step, names=(current,) if current else ())
+            current = writer.commit(step=step)
             owned.publish("ckpt", current, {"step": step, "total": total})
             report(log, step)
         owned.complete({"total": total})

@@ -8,7 +8,7 @@ import pytest
 
 from faults import KINDS, Zygote
 from spillover.state import Control, State
-from spillover.state.retention import FOLDER, reachable
+from spillover.state.retention import FOLDER, Reach
 from spillover.store import open_store
 from state.counter import IDENTITY, STEPS, TOTAL
 
@@ -24,10 +24,8 @@ def check(uri: str, log: Path, before: Control | None) -> Control | None:
     current = document.current.get("ckpt")
     assert (current.step if current else 0) >= reported, "a step that was reported durable is gone"
     if current is not None:
-        payload = State(store).open(current)
-        payload.verify()
-        for previous in payload.manifest.names:
-            State(store).open(previous).verify()
+        for reference in (current, *document.previous.values()):
+            State(store).open(reference).verify()
     if before is not None:
         assert document.revision >= before.revision
         assert document.generation >= before.generation
@@ -64,7 +62,7 @@ def finished(uri: str, document: Control | None) -> None:
     assert document.progress["total"] == TOTAL, "not the uninterrupted run's result"
     assert document.progress["step"] == STEPS
     store = open_store(uri)
-    kept = reachable(store, document.current.values())
+    kept = Reach(store).of(document)
     assert len(kept) == 2
     folders = {match["folder"] for entry in store.list() if (match := FOLDER.match(entry.key))}
     assert kept <= folders

@@ -15,7 +15,8 @@ from spillover.state import control as transitions
 from spillover.store import Fault, FaultyStore, MemoryStore
 
 IDENTITY = {"work": "simulation"}
-WORKERS = st.integers(0, 3)
+WORKERS = st.integers(0, 2)
+TROUBLE = st.sampled_from([None, "before", "after", "late", "twice"])
 
 
 class History(MemoryStore):
@@ -56,9 +57,10 @@ class Workers(RuleBasedStateMachine):
         self.clock = time.time
         self.shift = 0.0
 
-    @rule(worker=WORKERS)
-    def acquire(self, worker: int) -> None:
+    @rule(worker=WORKERS, trouble=TROUBLE)
+    def acquire(self, worker: int, trouble: str | None) -> None:
         self.crash(worker)
+        self.stores[worker].trouble = trouble
         try:
             self.owned[worker] = State(self.stores[worker], lease_seconds=3600).acquire(
                 IDENTITY, takeover=True
@@ -66,21 +68,17 @@ class Workers(RuleBasedStateMachine):
         except (StoreError, NotAllowed):
             return
 
-    @rule(worker=WORKERS, kind=st.sampled_from(["before", "after", "late", "twice"]))
-    def trouble(self, worker: int, kind: str) -> None:
-        self.stores[worker].trouble = kind
-
     @precondition(lambda self: self.owned)
-    @rule(worker=WORKERS)
-    def publish(self, worker: int) -> None:
+    @rule(worker=WORKERS, trouble=TROUBLE)
+    def publish(self, worker: int, trouble: str | None) -> None:
         if (owned := self.owned.get(worker)) is None:
             return
+        self.stores[worker].trouble = trouble
         self.steps += 1
         try:
             writer = owned.payload("ckpt", f"step-{self.steps:09d}")
             writer.add("state.json", json.dumps(self.steps).encode())
-            previous = owned.document.current.get("ckpt")
-            reference = writer.commit(step=self.steps, names=(previous,) if previous else ())
+            reference = writer.commit(step=self.steps)
             owned.publish("ckpt", reference, {"step": self.steps})
         except Superseded:
             assert self.history.documents[-1].generation > owned.generation
@@ -140,10 +138,9 @@ def check(history: History, reported: list[tuple[int, int]]) -> None:
     assert set(reported) <= published, "a publication that returned never became current"
     if history.documents and history.documents[-1].current:
         state = State(history)
-        payload = state.open(history.documents[-1].current["ckpt"])
-        payload.verify()
-        for previous in payload.manifest.names:
-            state.open(previous).verify()
+        newest = history.documents[-1]
+        for reference in (*newest.current.values(), *newest.previous.values()):
+            state.open(reference).verify()
 
 
 Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -9,7 +9,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.folders import adapters_home, home, models_home
 from spillover.models.index import TensorSlice, WeightIndex, linears
 from spillover.models.lora import MODULES, Adapter, LoraConfig, initial, parse_targets
-from spillover.models.model import Model, resolve
+from spillover.models.model import InstalledModel, Model, installed, resolve
 from spillover.models.tags import DEMO, TAGS, ModelRef, parse
 from spillover.models.tokenizer import StreamDecoder, Tokenizer
 
@@ -18,6 +18,7 @@ __all__ = [
     "MODULES",
     "TAGS",
     "Adapter",
+    "InstalledModel",
     "LoraConfig",
     "Model",
     "ModelConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "adapters_home",
     "home",
     "initial",
+    "installed",
     "linears",
     "models_home",
     "parse",

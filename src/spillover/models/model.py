@@ -12,7 +12,8 @@ from spillover.models.demo import expand
 from spillover.models.fingerprint import fingerprint, model_files
 from spillover.models.folders import models_home
 from spillover.models.index import WeightIndex
-from spillover.models.tags import DEMO, ModelRef, parse
+from spillover.models.pins import read_pin
+from spillover.models.tags import DEMO, TAGS, ModelRef, parse
 from spillover.models.tokenizer import Tokenizer
 
 Report = Callable[[str, int, int], None]
@@ -80,3 +81,37 @@ def _locate(ref: ModelRef, weights: str | None, report: Report | None) -> Path:
     from spillover.models.hub import download
 
     return download(ref.source, report)
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A model folder under ``SPILL_HOME``: what to call it, where it is, its size on disk in bytes."""
+
+    name: str
+    path: Path
+    bytes: int
+
+
+def installed() -> list[InstalledModel]:
+    """The models that need no network, by name; unfinished folders are left out."""
+    root = models_home()
+    folders = [path.parent for path in root.glob("*/config.json")] if root.is_dir() else []
+    found = [
+        InstalledModel(_called(folder), folder, sum(file.stat().st_size for file in folder.iterdir()))
+        for folder in folders
+        if not folder.name.startswith(".")
+    ]
+    return sorted(found, key=lambda model: model.name)
+
+
+def _called(folder: Path) -> str:
+    """What to type for a folder: its tag, its repository, or the URI that it was staged from."""
+    pin = read_pin(folder.name)
+    if pin is None:
+        return folder.name
+    if not pin.revision:
+        return pin.repo
+    for tag, source in TAGS.items():
+        if (source.repo, source.revision or "main") == (pin.repo, pin.revision):
+            return tag
+    return pin.repo if pin.revision == "main" else f"{pin.repo}@{pin.revision}"

@@ -52,11 +52,12 @@ class Tokenizer:
     @cached_property
     def end_of_turn(self) -> int | None:
         """The special token that the chat template writes right after an assistant's reply, or None."""
-        if not self.chat.templates:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            _, _, closing = self.render(messages, generation_prompt=False).rpartition(_PROBE)
+        except ModelError:  # no template, or one for other conversations: `eos_ids` end a reply then
             return None
-        text = self._render_probe()
-        start = text.rfind(_PROBE) + len(_PROBE)
-        rest = self._inner.encode(text[start:], add_special_tokens=False).ids
+        rest = self._inner.encode(closing, add_special_tokens=False).ids
         return next((token for token in rest if token in self._added), None)
 
     @cached_property
@@ -149,10 +150,6 @@ class Tokenizer:
     @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self._inner.get_added_tokens_decoder())
-
-    def _render_probe(self) -> str:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-        return self.render(messages, generation_prompt=False)
 
     def _special(self, name: str) -> int | None:
         text = self.chat.special.get(name)

@@ -106,7 +106,8 @@ class Control(msgspec.Struct, frozen=True):
 
     ``revision`` grows with every transition, ``generation`` with every acquisition: it is the fencing
     token. ``attempt`` is random per write, so that a writer recognises its own document after a lost
-    response. ``current`` maps a name to the payload that is current under it.
+    response. ``current`` maps a name to the payload that is current under it, ``previous`` to the one
+    that it continued from.
     """
 
     identity: Identity
@@ -118,6 +119,7 @@ class Control(msgspec.Struct, frozen=True):
     owner: Owner | None = None
     status: Status = "idle"
     current: dict[str, Reference] = {}
+    previous: dict[str, Reference] = {}
     progress: dict[str, Any] = {}
     quiesce: Quiesce | None = None
     handoff: dict[str, Any] | None = None
@@ -204,9 +206,10 @@ def published(
     generation: int,
     name: str,
     reference: Reference,
+    basis: Reference | None,
     progress: dict[str, Any],
 ) -> Control:
-    """Make ``reference`` current under ``name``.
+    """Make ``reference``, which continues from ``basis``, current under ``name``.
 
     Raises:
         Superseded: ``me`` is not the owner any more.
@@ -223,6 +226,7 @@ def published(
         f"publish {name}",
         me.host,
         current={**control.current, name: reference},
+        previous={**control.previous, name: basis} if basis else control.previous,
         progress={**control.progress, **progress},
     )
 

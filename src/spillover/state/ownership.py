@@ -35,7 +35,7 @@ from spillover.errors import LockContended, Lost, NotFound, Retry, StoreError, S
 from spillover.state import control as transitions
 from spillover.state.control import Control, Identity, Owner, Reference
 from spillover.state.payload import Payload, PayloadWriter, open_payload
-from spillover.state.retention import drop_unreachable, sweep_orphans
+from spillover.state.retention import Reach, sweep_orphans
 from spillover.store import Hold, Store, probe
 
 __all__ = ["LEASE_SECONDS", "Owned", "State"]
@@ -236,6 +236,7 @@ class Owned:
         self._lease = lease_seconds
         self.generation = self.document.generation
         self._sequence = self.document.sequence
+        self._reach = Reach(store)
         self._lost: Superseded | None = None
         self._renewed = self._looked = time.monotonic()
         self._over = threading.Event()
@@ -260,19 +261,31 @@ class Owned:
         self._sequence += 1
         return PayloadWriter(self.store, kind, label, self.generation, self._sequence)
 
-    def publish(self, name: str, reference: Reference, progress: dict[str, Any]) -> None:
+    def publish(
+        self, name: str, reference: Reference, progress: dict[str, Any], *, basis: Reference | None = None
+    ) -> None:
         """Make a committed payload current, then drop what fell out of reach.
+
+        Args:
+            basis: the payload that it continues from, kept beside it; None means what is current now.
 
         Raises:
             Superseded: a newer generation owns the work; nothing changed.
         """
-        before = self.document.current.get(name)
-        self._install(
-            lambda now: transitions.published(now, self.me, self.generation, name, reference, progress)
+        before = self.document
+        basis = basis or before.current.get(name)
+        change = partial(
+            transitions.published,
+            me=self.me,
+            generation=self.generation,
+            name=name,
+            reference=reference,
+            basis=basis,
+            progress=progress,
         )
-        if before is not None:
-            with contextlib.suppress(StoreError):  # a leftover is swept by the next owner
-                drop_unreachable(self.store, before, reference)
+        after = self._install(change)
+        with contextlib.suppress(StoreError):  # a leftover is swept by the next owner
+            self._reach.drop(before, after)
 
     def check(self) -> None:
         """Return if this process may go on computing.
@@ -324,10 +337,11 @@ class Owned:
         if self._hold is not None:
             self._hold.release()
 
-    def _install(self, change: Callable[[Control], Control]) -> None:
+    def _install(self, change: Callable[[Control], Control]) -> Control:
         before = time.monotonic()
-        self._writer.install(change, deadline=self._lease)
+        document = self._writer.install(change, deadline=self._lease)
         self._renewed = before
+        return document
 
     def _renew(self) -> None:
         self._install(lambda now: transitions.renewed(now, self.me, self.generation))

@@ -1,6 +1,6 @@
 """Attention over packed sequences (prefill, scoring, training) and of one token per row against the cache.
 
-Queries come as ``[N, heads, D]``, keys and values as ``[N, kv_heads, D]``. Heads that share a key head are
+Queries, keys and values come as one tensor, ``[N, heads + 2 kv_heads, D]``. Query heads that share a key head are
 adjacent, so that grouping them turns attention into larger products over fewer keys.
 """
 
@@ -21,24 +21,29 @@ _TILE = 128  # queries at once in training: bounds the score matrix and skips mo
 
 
 class Attention(Protocol):
-    """What a layer calls: queries, keys and values in, ``[N, heads * D]`` out."""
+    """What a layer calls: rotated queries and keys, and values in, ``[N, heads * D]`` out."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, heads: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Each sequence of a packed pass attends to itself: `lengths` sum to N. `window` limits how far back."""
+    """Each sequence of a packed pass attends to itself.
+
+    `lengths` sum to N, `kv_heads` is the number of key heads, `window` limits how far back a token sees.
+    """
 
     lengths: Sequence[int]
+    kv_heads: int
     window: int | None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [
-            self._attend(*(x[start:stop].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v)))
-            for start, stop, count in self._runs()
-        ]
-        packed = [part.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]) for part in parts]
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        queries = heads.shape[1] - 2 * self.kv_heads
+        packed = []
+        for start, stop, count in self._runs():
+            parts = heads[start:stop].unflatten(0, (count, -1)).transpose(1, 2)  # [B, heads + 2 kv_heads, T, D]
+            mixed = self._attend(*parts.split((queries, self.kv_heads, self.kv_heads), dim=1))
+            packed.append(mixed.transpose(1, 2).reshape(stop - start, -1))
         return packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,18 +71,13 @@ def visible(positions: Tensor, length: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > positions.unsqueeze(-1) - window)
 
 
-def grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """One token per row through torch's fused kernel, with the heads of a group as its queries.
+def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """One new token per row: the heads that share a key head are the queries of one product.
 
-    ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus infinity).
+    ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus infinity). The
+    grouping makes torch's kernel read each key once; with one query per head it reads it G times.
     """
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def grouped_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """The same as `grouped_sdpa` in two plain products."""
-    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1])), k.transpose(-1, -2)).add_(bias)
-    return torch.matmul(torch.softmax(scores, dim=-1), v)
 
 
 class _TiledCausal(torch.autograd.Function):

@@ -6,55 +6,57 @@ that they pass in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from spillover.engine.torch.attention import Attention
-from spillover.engine.torch.linear import Linear
-from spillover.engine.torch.pointwise import rms_norm, rotate, swiglu
+from spillover.engine.torch.linear import Gate, Linear
+from spillover.engine.torch.pointwise import rms_norm, rotate
 from spillover.engine.torch.rotary import Rotary
-from spillover.engine.torch.weights import FUSED, LayerWeights, Weights
+from spillover.engine.torch.weights import LayerWeights, Weights
 
 if TYPE_CHECKING:
     from spillover.models import ModelConfig
 
 
+class Linears(Protocol):
+    """Makes the linear layers of a model; `name` is a key of `FUSED` in a layer, or ``head``, whose layer is -1."""
+
+    def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The layer that multiplies by `weight`, ``[out, in]``."""
+        ...
+
+    def gate(self, layer: int, weight: Tensor) -> Gate:
+        """The gated unit of ``gate_up``, whose `weight` is ``[2 I, H]``, gate first."""
+        ...
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer: four fused linear layers and its norms."""
+    """One transformer layer: its norms and its products."""
 
     norms: LayerWeights
     qkv: Linear
     out: Linear
-    gate_up: Linear
+    gate: Gate
     down: Linear
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of one model.
+    """Embedding, layers, final norm and head of one model."""
 
-    ``linear(layer, name, weight, bias)`` makes the linear layer called `name` (a key of `FUSED`), and the head
-    under the name ``head``, whose layer is -1.
-    """
-
-    def __init__(self, weights: Weights, linear: Callable[[int, str, Tensor, Tensor | None], Linear]) -> None:
+    def __init__(self, weights: Weights, linears: Linears) -> None:
         self.config: ModelConfig = weights.config
         self.device = weights.device
         self.dtype = weights.dtype
         self.rotary = Rotary(self.config, weights.dtype, weights.device)
         self._embedding = weights.embedding
         self._norm = weights.norm
-        self._head = linear(-1, "head", weights.head, None)
-        self._layers = []
-        for number in range(self.config.layers):
-            norms = weights.layer(number)
-            made = {name: linear(number, name, norms.matrices[name], norms.biases[name]) for name in FUSED}
-            norms.matrices.clear()  # a packed layer holds its own copy
-            self._layers.append(Layer(norms, **made))
+        self._head = linears.linear(-1, "head", weights.head, None)
+        self._layers = [_layer(number, weights.layer(number), linears) for number in range(self.config.layers)]
 
     def hidden(self, tokens: Tensor, positions: Tensor, length: int, attention: Attention) -> Tensor:
         """The last layer's output, ``[N, H]``, before the final norm.
@@ -80,12 +82,20 @@ class Decoder:
     ) -> Tensor:
         config, norms = self.config, layer.norms
         qkv = layer.qkv(rms_norm(x, norms.input_norm, config.rms_eps))
-        heads = qkv.unflatten(-1, (-1, config.head_dim))  # [N, heads + 2 kv_heads, D]
-        turned, v = heads.split((config.heads + config.kv_heads, config.kv_heads), dim=1)
+        heads = qkv.view(len(qkv), -1, config.head_dim)  # [N, heads + 2 kv_heads, D]
         if norms.q_norm is not None and norms.k_norm is not None:
-            q, k = turned.split((config.heads, config.kv_heads), dim=1)
+            q, k, v = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
             q, k = rms_norm(q, norms.q_norm, config.rms_eps), rms_norm(k, norms.k_norm, config.rms_eps)
-            turned = torch.cat((q, k), dim=1)
-        q, k = rotate(turned, cos, sin).split((config.heads, config.kv_heads), dim=1)
-        x = x + layer.out(attention(number, q, k, v))
-        return x + layer.down(swiglu(layer.gate_up(rms_norm(x, norms.post_norm, config.rms_eps))))
+            heads = torch.cat((q, k, v), dim=1)
+        heads = rotate(heads, cos, sin, config.heads + config.kv_heads)
+        x = layer.out.onto(x, attention(number, heads))
+        return layer.down.onto(x, layer.gate(rms_norm(x, norms.post_norm, config.rms_eps)))
+
+
+def _layer(number: int, weights: LayerWeights, linears: Linears) -> Layer:
+    qkv, out, down = (
+        linears.linear(number, name, weights.matrices.pop(name), weights.biases[name])
+        for name in ("qkv", "out", "down")
+    )
+    # popped: a packed layer holds a copy of its own
+    return Layer(weights, qkv, out, linears.gate(number, weights.matrices.pop("gate_up")), down)

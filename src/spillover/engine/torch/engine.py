@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Optimizer, Plan, TokenLogprob, Work
-from spillover.engine.torch.attention import Causal, grouped_matmul, grouped_sdpa
+from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.device import measured
-from spillover.engine.torch.linear import Adapted, Dense, Linear, Packed
-from spillover.engine.torch.lora import adapter_matrices, fuse, spans
+from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linear, Packed, PackedGate
+from spillover.engine.torch.lora import Span, adapter_matrices, fuse, spans
 from spillover.engine.torch.plan import DTYPES, LOGIT_BYTES, make_plan
-from spillover.engine.torch.session import DecodeAttention, TorchSession, token_logprobs
+from spillover.engine.torch.session import TorchSession, token_logprobs
 from spillover.engine.torch.train import TorchTrainer
 from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError
@@ -55,7 +55,7 @@ class TorchModel:
 
     def session(self) -> TorchSession:
         """An empty session of ``plan.batch`` slots of ``plan.sequence`` tokens."""
-        return TorchSession(self._decoder, self.plan.batch, self.plan.sequence, self._cache_attention())
+        return TorchSession(self._decoder, self.plan.batch, self.plan.sequence)
 
     @torch.inference_mode()
     def score(
@@ -83,25 +83,7 @@ class TorchModel:
     @cached_property
     def _decoder(self) -> Decoder:
         with torch.inference_mode():
-            return Decoder(self._weights, self._linear)
-
-    def _linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
-        cpu = weight.device.type == "cpu"
-        base: Linear = Packed(weight, bias) if cpu and measured(self._dtype).packed else Dense(weight, bias)
-        if self._adapter is None or layer < 0:
-            return base
-        tensors = {key: torch.from_numpy(value) for key, value in self._adapter.tensors.items()}
-        present = [m for m in self._adapter.config.targets if f"layers.{layer}.{m}.lora_a" in tensors]
-        columns = spans(self._weights.config, name, present)
-        if not columns:
-            return base
-        a, b = adapter_matrices(tensors, layer, columns)
-        fused = fuse(a, b, columns, len(weight), self._adapter.config.scale, self._dtype)
-        return Adapted(base, *(x.to(weight.device) for x in fused))
-
-    def _cache_attention(self) -> DecodeAttention:
-        on_gpu = self._weights.device.type == "cuda"
-        return grouped_sdpa if on_gpu or measured(self._dtype).sdpa else grouped_matmul
+            return Decoder(self._weights, _Inference(self._weights, self._adapter))
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         group: list[int] = []
@@ -120,7 +102,8 @@ class TorchModel:
         device = self._weights.device
         tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        attention = Causal(lengths, self._weights.config.sliding_window)
+        config = self._weights.config
+        attention = Causal(lengths, config.kv_heads, config.sliding_window)
         hidden = self._decoder.hidden(tokens, positions, max(lengths), attention)
         firsts = itertools.accumulate(lengths, initial=0)
         places = [torch.arange(first + start, first + n) for first, start, n in zip(firsts, starts, lengths)]  # noqa: B905
@@ -132,3 +115,35 @@ class TorchModel:
         for part in places.split(max(1, LOGIT_BYTES // (4 * self._weights.config.vocab_size))):
             logits = self._decoder.logits(hidden[part - 1]).float()
             yield from token_logprobs(logits, tokens[part].tolist(), top)
+
+
+class _Inference:
+    """Linear layers that only generate and score, with at most one adapter beside them."""
+
+    def __init__(self, weights: Weights, adapter: Adapter | None) -> None:
+        self._config = weights.config
+        self._dtype = weights.dtype
+        self._packed = weights.device.type == "cpu" and measured(weights.dtype).packed
+        self._lora = adapter.config if adapter else None
+        self._tensors = {key: torch.from_numpy(value) for key, value in adapter.tensors.items()} if adapter else {}
+
+    def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        base: Linear = Packed(weight, bias) if self._packed else Dense(weight, bias)
+        columns = self._columns(layer, name)
+        if self._lora is None or not columns:
+            return base
+        a, b = adapter_matrices(self._tensors, layer, columns)
+        fused = fuse(a, b, columns, len(weight), self._lora.scale, self._dtype)
+        return Adapted(base, *(matrix.to(weight.device) for matrix in fused))
+
+    def gate(self, layer: int, weight: Tensor) -> Gate:
+        if self._packed and not self._columns(layer, "gate_up"):
+            return PackedGate(*(Packed(half) for half in weight.chunk(2)))
+        return FusedGate(self.linear(layer, "gate_up", weight, None))
+
+    def _columns(self, layer: int, name: str) -> list[Span]:
+        """The modules of a fused layer that the adapter changes: some adapters leave layers out."""
+        if self._lora is None or layer < 0:
+            return []
+        present = [one for one in self._lora.targets if f"layers.{layer}.{one}.lora_a" in self._tensors]
+        return spans(self._config, name, present)

@@ -86,6 +86,9 @@ class LoraLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return _LoraProduct.apply(x, self, *self.a, *self.b)  # type: ignore[no-any-return]
 
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
     def masks(self, x: Tensor) -> list[Tensor] | None:
         """Scaled dropout masks of the adapters' inputs, one per span; None without dropout."""
         if not self.dropout.rate:

@@ -18,14 +18,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the statistics in float32."""
     if x.requires_grad:
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
-    return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    return (wide * _inverse_size(wide, eps)).to(x.dtype).mul_(weight)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``[N, heads, D]`` by the tables of `Rotary`, ``[N, 1, D]``."""
-    if x.requires_grad:
-        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
+    """Rotate the first `count` of ``[N, heads, D]`` by the tables of `Rotary`, ``[N, 1, D]``.
+
+    Without a gradient this happens in place.
+    """
+    if heads.requires_grad:
+        return _Rotate.apply(heads, cos, sin, count)  # type: ignore[no-any-return]
+    x = heads[:, :count]
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    x.mul_(cos).addcmul_(swapped, sin)
+    return heads
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -36,11 +43,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def _inverse_size(wide: Tensor, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)``, ``[..., 1]``; through the norm, which reads ``x`` once."""
+    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return size.square_().mul_(1 / wide.shape[-1]).add_(eps).rsqrt_()
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        scale = _inverse_size(wide, eps)
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).to(x.dtype).mul_(weight)
 
@@ -56,16 +69,25 @@ class _RmsNorm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        ctx.count = count
+        return _turned(heads, cos, sin, count)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        # the inverse rotation: sin has opposite signs in its halves
-        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+        # the inverse rotation: the halves of sin have opposite signs
+        return _turned(grad, cos, -sin, ctx.count), None, None, None
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
+    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    x, turned = heads[:, :count], out[:, :count]
+    torch.mul(x, cos, out=turned).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    out[:, count:] = heads[:, count:]
+    return out
 
 
 class _SwiGlu(torch.autograd.Function):

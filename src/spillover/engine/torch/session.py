@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Ids, TokenLogprob
-from spillover.engine.torch.attention import Causal, visible
+from spillover.engine.torch.attention import Causal, grouped, visible
 from spillover.engine.torch.decoder import Decoder
 
 # Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
 _STRIDE = 32
-
-DecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 class TorchLogits:
     """Next-token logits ``[rows, V]``, converted to float32 once."""
@@ -59,18 +56,19 @@ class TorchSession:
     The memory is reserved here and, on the CPU, taken only as positions are written.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, length: int, attend: DecodeAttention) -> None:
+    def __init__(self, decoder: Decoder, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
         config = decoder.config
         self._decoder = decoder
-        self._attend_cache = attend
         self._lengths: list[int] = []
         room = -(-length // _STRIDE) * _STRIDE
-        shape = (config.layers, slots, config.kv_heads, room, config.head_dim)
-        # zeros: what was never written is masked, but 0 * NaN would not be
-        self._keys = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self._values = torch.zeros_like(self._keys)
+        # keys and then values as heads of one tensor, so that a step writes both at once; zeros, because what was
+        # never written is masked, but 0 * NaN would not be
+        shape = (config.layers, slots, 2 * config.kv_heads, room, config.head_dim)
+        self._cache = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._seen: tuple[int, int] = (0, 0)
+        self._views: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.inference_mode()
     def admit(self, prompts: Sequence[Sequence[int]]) -> TorchLogits:
@@ -79,14 +77,14 @@ class TorchSession:
         device = self._decoder.device
         tokens = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        causal = Causal(lengths, self._decoder.config.sliding_window)
+        config = self._decoder.config
+        causal = Causal(lengths, config.kv_heads, config.sliding_window)
         first = len(self._lengths)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for row, (keys, values) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True), first):
-                self._keys[layer, row, :, : len(keys)] = keys.transpose(0, 1)
-                self._values[layer, row, :, : len(values)] = values.transpose(0, 1)
-            return causal(layer, q, k, v)
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            for row, part in enumerate(heads[:, config.heads :].split(lengths), first):
+                self._cache[layer, row, :, : len(part)] = part.transpose(0, 1)
+            return causal(layer, heads)
 
         hidden = self._decoder.hidden(tokens, positions, max(lengths), attend)
         self._lengths += lengths
@@ -103,16 +101,17 @@ class TorchSession:
         seen = -(-longest // _STRIDE) * _STRIDE
         bias = torch.zeros(rows, 1, 1, seen, dtype=self._decoder.dtype, device=device)
         bias.masked_fill_(~visible(positions, seen, config.sliding_window)[:, None, None], -torch.inf)
-        # where each row's new key goes, counted in vectors of one layer's cache
-        heads = torch.arange(rows * config.kv_heads, device=device).view(rows, -1) * self._keys.shape[3]
-        places = (heads + positions.unsqueeze(1)).flatten()
+        # where each row's new keys and values go, counted in vectors of one layer's cache
+        starts = torch.arange(rows * 2 * config.kv_heads, device=device).view(rows, -1) * self._cache.shape[3]
+        places = (starts + positions.unsqueeze(1)).flatten()
+        views = self._layer_views(rows, seen)
+        grouped_shape = (rows, config.kv_heads, -1, config.head_dim)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys.view(-1, config.head_dim).index_copy_(0, places, k.reshape(-1, config.head_dim))
-            values.view(-1, config.head_dim).index_copy_(0, places, v.reshape(-1, config.head_dim))
-            grouped = q.unflatten(1, (config.kv_heads, -1))  # [n, kv, G, D]
-            return self._attend_cache(grouped, keys[:rows, :, :seen], values[:rows, :, :seen], bias).flatten(1)
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            vectors, keys, values = views[layer]
+            vectors.index_copy_(0, places, heads[:, config.heads :].reshape(-1, config.head_dim))
+            q = heads[:, : config.heads].reshape(grouped_shape)  # [n, kv, G, D]
+            return grouped(q, keys, values, bias).reshape(rows, -1)
 
         hidden = self._decoder.hidden(torch.tensor(tokens, device=device), positions, longest, attend)
         self._lengths = [length + 1 for length in self._lengths]
@@ -123,7 +122,15 @@ class TorchSession:
         last = len(self._lengths) - 1
         length = self._lengths[last]
         if row != last:
-            for cache in (self._keys, self._values):
-                cache[:, row, :, :length] = cache[:, last, :, :length]
+            self._cache[:, row, :, :length] = self._cache[:, last, :, :length]
             self._lengths[row] = length
         self._lengths.pop()
+
+    def _layer_views(self, rows: int, seen: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per layer: the cache as vectors, and the keys and values that `rows` rows see. Kept while they last."""
+        if self._seen != (rows, seen):
+            self._seen = (rows, seen)
+            self._views = [
+                (cache.view(-1, cache.shape[-1]), *cache[:rows, :, :seen].chunk(2, dim=1)) for cache in self._cache
+            ]
+        return self._views

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,7 @@ from spillover.engine.protocol import Floats, MicroBatch, Optimizer, StepResult,
 from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.dropout import Dropout
-from spillover.engine.torch.linear import Dense, Linear
+from spillover.engine.torch.linear import Dense, FusedGate, Gate, Linear
 from spillover.engine.torch.lora import LoraLinear, adapter_matrices, spans
 from spillover.engine.torch.loss import cross_entropy_sum
 from spillover.engine.torch.plan import LOGIT_BYTES
@@ -76,9 +75,8 @@ class TorchTrainer:
         self._optimizer = optimizer
         self._pass_tokens = pass_tokens
         self._dropout = Dropout(config.dropout, seed)
-        self._linears: list[LoraLinear] = []
-        self._head = weights.head
-        self._decoder = Decoder(weights, partial(self._linear, config, weights))
+        self._linears = _Trainable(weights, config, self._dropout)
+        self._decoder = Decoder(weights, self._linears)
         self._shapes = {name: array.shape for name, array in initial.items()}
         self._device = weights.device
         params = self._flatten(initial)
@@ -134,15 +132,6 @@ class TorchTrainer:
         params, m, v = (self._flatten(arrays) for arrays in (state.params, state.m, state.v))
         self._state = _State(params, m, v, state.step)
 
-    def _linear(
-        self, config: LoraConfig, weights: Weights, layer: int, name: str, weight: Tensor, bias: Tensor | None
-    ) -> Linear:
-        columns = spans(weights.config, name, config.targets) if layer >= 0 else []
-        if not columns:
-            return Dense(weight, bias)
-        self._linears.append(LoraLinear(layer, weight, bias, columns, config.scale, self._dropout))
-        return self._linears[-1]
-
     def _bind(self, params: Tensor, grad: Tensor | None) -> None:
         """Give every linear layer its adapters: leaves that are views of `params`, their gradients of `grad`."""
         leaves = self._views(params.detach())
@@ -151,7 +140,7 @@ class TorchTrainer:
             if gradients:
                 leaf.requires_grad_()
                 leaf.grad = gradients[name]
-        for linear in self._linears:
+        for linear in self._linears.adapted:
             linear.a, linear.b = adapter_matrices(leaves, linear.layer, linear.columns)
 
     def _sequences(self, micro_batches: Sequence[MicroBatch]) -> list[list[_Sequence]]:
@@ -188,10 +177,11 @@ class TorchTrainer:
         positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])
         starts = np.cumsum([0, *lengths[:-1]])
         places = torch.cat([one.targets + int(start) for one, start in zip(group, starts, strict=True)])
-        attention = Causal(lengths, self._decoder.config.sliding_window)
+        config = self._decoder.config
+        attention = Causal(lengths, config.kv_heads, config.sliding_window)
         hidden = self._decoder.hidden(tokens, positions, max(lengths), attention)  # [N, H]
         predicting = self._decoder.normed(hidden.index_select(0, places - 1))
-        return cross_entropy_sum(predicting, self._head, tokens[places], LOGIT_BYTES)
+        return cross_entropy_sum(predicting, self._linears.head, tokens[places], LOGIT_BYTES)
 
     @torch.no_grad()
     def _update(self, lr: float, norm: float) -> None:
@@ -226,3 +216,27 @@ class TorchTrainer:
 
     def _named(self, flat: Tensor) -> dict[str, Floats]:
         return {name: view.cpu().numpy().copy() for name, view in self._views(flat).items()}
+
+
+class _Trainable:
+    """Linear layers of a training pass; remembers those with adapters, and the head."""
+
+    def __init__(self, weights: Weights, config: LoraConfig, dropout: Dropout) -> None:
+        self.adapted: list[LoraLinear] = []
+        self.head = torch.empty(0)  # [V, H]
+        self._model = weights.config
+        self._config = config
+        self._dropout = dropout
+
+    def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        if layer < 0:
+            self.head = weight
+            return Dense(weight, bias)
+        columns = spans(self._model, name, self._config.targets)
+        if not columns:
+            return Dense(weight, bias)
+        self.adapted.append(LoraLinear(layer, weight, bias, columns, self._config.scale, self._dropout))
+        return self.adapted[-1]
+
+    def gate(self, layer: int, weight: Tensor) -> Gate:
+        return FusedGate(self.linear(layer, "gate_up", weight, None))

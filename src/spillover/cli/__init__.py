@@ -1,0 +1,34 @@
+"""The command ``spill``.
+
+Exit codes: 0 done, or stopped on purpose; 1 an error, told in one line; 75 preempted, run it again; 130
+interrupted by a person. ``--debug``, anywhere on the line, shows the traceback of an error.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from spillover.errors import SpillError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    sys.argv[1:] = [argument for argument in arguments if argument != "--debug"]
+    from spillover.cli.app import app  # after --debug is known, so that nothing is imported in vain
+
+    try:
+        app()
+    except SpillError as error:
+        if debug:
+            raise
+        from spillover.cli.terminal import error_line
+
+        print(error_line(error), file=sys.stderr)
+        raise SystemExit(1) from None
+    except BrokenPipeError:  # `spill ... | head` has seen enough
+        sys.stderr.close()
+        raise SystemExit(0) from None

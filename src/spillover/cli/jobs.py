@@ -1,0 +1,280 @@
+"""``spill run``, ``spill tune`` and ``spill resume``: from a command line to a job and back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from spillover.errors import InputError, SpillError
+
+if TYPE_CHECKING:
+    from spillover.jobs.job import Result
+    from spillover.jobs.runs import JobFile
+
+__all__ = ["resume", "run", "tune"]
+
+T = TypeVar("T")
+ARGUMENTS = ("model", "data")
+NOT_RECORDED = ("config", "emit_config", "ctx")
+
+
+def _from_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Let a job file supply every value that the command line does not."""
+    if path is not None:
+        from spillover.jobs.runs import read_job
+
+        job = read_job(path)
+        if job.command != ctx.info_name:
+            raise InputError(
+                f"{path} is a job for spill {job.command}", hint=f"spill {job.command} --config {path}"
+            )
+        ctx.default_map = {**job.arguments, **job.options}
+    return path
+
+
+Model = Annotated[str, typer.Argument(help="A tag, org/name[@revision] or a folder; +NAME adds an adapter.")]
+State = Annotated[
+    str | None, typer.Option(help="Durable state: a path, s3://, gs:// or az://.", metavar="URI")
+]
+Weights = Annotated[str | None, typer.Option(help="Stage the model from here once.", metavar="URI")]
+EngineName = Annotated[str, typer.Option(help="What computes: torch.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; chosen when not given.")]
+NumericsName = Annotated[str | None, typer.Option(help="float32 or bf16; measured when not given.")]
+Headless = Annotated[bool | None, typer.Option(help="JSON lines on stdout; automatic without a terminal.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=_from_config, is_eager=True, help="Take what is not given here from a job file."),
+]
+EmitConfig = Annotated[Path | None, typer.Option(help="Write the job file and do nothing else.")]
+Notify = Annotated[
+    str | None, typer.Option(help="POST a small JSON document here at the end.", metavar="URL")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Only the last line.")]
+StopAfter = Annotated[int | None, typer.Option(help="Stop on purpose after this many steps or rows.")]
+Takeover = Annotated[bool, typer.Option("--takeover", help="Fence off the present owner; always safe.")]
+FromPrevious = Annotated[
+    bool, typer.Option("--from-previous", help="Continue from the checkpoint before a damaged one.")
+]
+
+
+def run(
+    ctx: typer.Context,
+    model: Model,
+    data: Annotated[str, typer.Argument(metavar="FILE", help="A JSONL file, or `sample` for 20 questions.")],
+    out: Annotated[Path | None, typer.Option(help="Also write the results here.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer, unless the row says.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the most likely token; 0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End an answer before this text; repeatable.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities of the top K tokens, 0 to 64.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Answers a row.")] = 1,
+    batch: Annotated[int, typer.Option(help="Most rows at a time; memory may allow fewer.")] = 64,
+    state: State = None,
+    weights: Weights = None,
+    engine: EngineName = "torch",
+    device: Device = None,
+    numerics: NumericsName = None,
+    headless: Headless = None,
+    config: Config = None,
+    emit_config: EmitConfig = None,
+    notify: Notify = None,
+    quiet: Quiet = False,
+    stop_after: StopAfter = None,
+    takeover: Takeover = False,
+    from_previous: FromPrevious = False,
+) -> None:
+    """Answer the rows of a file.
+
+    Results come in the order of the input, in the OpenAI batch output format. Stop it any way you like: the
+    same command continues, on this machine or another.
+    """
+    _start(ctx)
+
+
+def tune(
+    ctx: typer.Context,
+    model: Model,
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="Training rows, JSONL.")],
+    name: Annotated[str, typer.Option(help="Name of the adapter.")],
+    rank: Annotated[int, typer.Option(help="Rank of the adapter's matrices.")] = 16,
+    alpha: Annotated[float, typer.Option(help="The adapter counts alpha / rank times.")] = 32.0,
+    targets: Annotated[
+        str, typer.Option(help="all, or some of q_proj,k_proj,v_proj,o_proj,gate_proj,...")
+    ] = "all",
+    dropout: Annotated[float, typer.Option(help="On the adapter's input while training.")] = 0.0,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    schedule: Annotated[str, typer.Option(help="cosine, linear or constant.")] = "cosine",
+    warmup: Annotated[float, typer.Option(help="Share of the steps over which lr rises.")] = 0.03,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's decoupled decay.")] = 0.01,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 is off.")] = 1.0,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the file; 1 unless --steps is given.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 4,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 1,
+    max_seq: Annotated[int, typer.Option(help="Most tokens of a sequence.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Decides initial values, data order and dropout.")] = 0,
+    ckpt_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    val: Annotated[Path | None, typer.Option(help="Rows to measure the loss on after each epoch.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an adapter of this name.")] = False,
+    state: State = None,
+    weights: Weights = None,
+    engine: EngineName = "torch",
+    device: Device = None,
+    numerics: NumericsName = None,
+    headless: Headless = None,
+    config: Config = None,
+    emit_config: EmitConfig = None,
+    notify: Notify = None,
+    quiet: Quiet = False,
+    stop_after: StopAfter = None,
+    takeover: Takeover = False,
+    from_previous: FromPrevious = False,
+) -> None:
+    """Train a LoRA adapter.
+
+    The adapter loads in PEFT, mlx-lm and vLLM, and answers through `spill run MODEL+NAME FILE`. Stop it any
+    way you like: the same command continues, on this machine or another.
+    """
+    _start(ctx)
+
+
+def resume(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")
+    ] = None,
+    headless: Headless = None,
+    quiet: Quiet = False,
+    takeover: Takeover = False,
+    engine: Annotated[str | None, typer.Option(help="Continue on another engine.")] = None,
+) -> None:
+    """Continue a run of this folder: the newest, or the one named."""
+    from spillover.jobs.runs import JobFile, find_run
+
+    job = find_run(run).job()
+    given = {"headless": headless, "quiet": quiet or None, "takeover": takeover or None, "engine": engine}
+    options = job.options | {key: value for key, value in given.items() if value is not None}
+    execute(JobFile(job.command, job.arguments, options))
+
+
+def _start(ctx: typer.Context) -> None:
+    """Turn what was given into a job; write it down or do it."""
+    from spillover.jobs.runs import JobFile, write_job
+
+    given = {name: value for name, value in ctx.params.items() if _was_given(ctx, name)}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    arguments = {name: plain.pop(name) for name in ARGUMENTS if name in plain}
+    job = JobFile(str(ctx.info_name), arguments, plain)
+    target = ctx.params.get("emit_config")
+    if target is None:
+        execute(job)
+        return
+    write_job(target, job)
+    print(f"wrote {target}\nnext: spill {job.command} --config {target}")
+
+
+def _was_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return name not in NOT_RECORDED and source is not None and source.name not in ("DEFAULT",)
+
+
+def execute(job: JobFile) -> None:
+    """Do a job, show it, and exit with its code."""
+    from spillover.cli.terminal import Headless as HeadlessDisplay
+    from spillover.cli.terminal import display
+    from spillover.jobs.events import Events
+
+    options = dict(job.options)
+    headless = _headless(options.pop("headless", None))
+    quiet = bool(options.pop("quiet", False))
+    with display(job.command, headless=headless, quiet=quiet) as shown:
+        events = Events(job.command, shown.show)
+        try:
+            result = _perform(job, options | {"headless": headless}, events)
+        except SpillError as error:
+            if isinstance(shown, HeadlessDisplay):
+                events.emit("error", message=str(error), hint=error.hint)
+            raise
+    _tell(result, options.get("notify"), shown.text)
+    raise typer.Exit(result.ending.code)
+
+
+def _perform(job: JobFile, options: dict[str, Any], events: Any) -> Result:
+    from spillover.jobs.interrupts import Ending
+    from spillover.jobs.job import JobOptions
+
+    values = job.arguments | options
+    shared = _convert({key: values.pop(key) for key in [*values] if key in _fields(JobOptions)}, JobOptions)
+    if job.command == "tune":
+        from spillover.jobs.tune import TuneSettings, tune
+
+        result = tune(_convert(values, TuneSettings), shared, events, job)
+    elif job.command == "run":
+        from spillover.jobs.run import RunSettings, run_rows
+
+        if values.get("data") == "sample":
+            from spillover.cli.prepare import sample_file
+
+            values["data"] = str(sample_file())
+        result = run_rows(_convert(values, RunSettings), shared, events, job)
+    else:
+        raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run or tune")
+    if result.ending is Ending.PREEMPTED:
+        events.emit("preempted", message=result.message, run=result.run.id)
+    else:
+        events.emit("done", message=result.message, complete=result.ending is Ending.DONE, run=result.run.id)
+    return result
+
+
+def _tell(result: Result, url: str | None, text: Any) -> None:
+    """The last lines: how it ended and what to type next."""
+    from spillover.jobs.job import post
+
+    if url is not None and (trouble := post(url, {"run": result.run.id, "message": result.message})):
+        text(trouble)
+    text(result.message)
+    if result.next is not None:
+        text(f"next: {result.next}")
+
+
+def _headless(asked: bool | None) -> bool:
+    """As asked, as ``SPILL_HEADLESS`` says, or by whether anybody can be watching."""
+    if asked is not None:
+        return asked
+    if (forced := os.environ.get("SPILL_HEADLESS")) in ("0", "1"):
+        return forced == "1"
+    return not sys.stdout.isatty()
+
+
+def _fields(kind: Any) -> set[str]:
+    return set(kind.__dataclass_fields__)
+
+
+def _convert(values: dict[str, Any], kind: type[T]) -> T:
+    """Build a settings object; `InputError` naming what does not fit (a job file may hold anything)."""
+
+    def decode(wanted: type, value: Any) -> Any:
+        if wanted is Path and isinstance(value, str):
+            return Path(value)
+        raise TypeError(f"cannot be a {wanted.__name__}")
+
+    unknown = next((key for key in values if key not in _fields(kind)), None)
+    if unknown is not None:
+        raise InputError(f"there is no option {unknown!r}", hint="spill --help")
+    try:
+        return msgspec.convert(values, kind, dec_hook=decode, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}", hint="spill --help") from error

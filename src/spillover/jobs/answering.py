@@ -1,0 +1,273 @@
+"""The loop of ``run``: begin rows, collect answers, save, until the last row or the next interruption."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spillover.engine import Completion, Request, Scheduler
+from spillover.jobs.data import Row, read_rows
+from spillover.jobs.interrupts import Abandoned, Ending
+from spillover.jobs.pace import Pace
+from spillover.jobs.results import Answers, RowFailure
+from spillover.jobs.saving import Saver
+from spillover.jobs.segments import KIND, Cursor, Line, Segments
+from spillover.models import StreamDecoder
+from spillover.state import Reference
+
+if TYPE_CHECKING:
+    from spillover.jobs.job import Session
+    from spillover.jobs.run import RunWork
+
+__all__ = ["Answering", "Tally"]
+
+SAVE_ROWS = 25
+SAVE_SECONDS = 60.0
+
+
+@dataclass
+class Tally:
+    """Counts over all results so far, by this process and those before."""
+
+    done: int = 0
+    failed: int = 0
+    expected: int = 0
+    matched: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, segments: Segments) -> Tally:
+        cursor = segments.cursor
+        return cls(segments.done, cursor.failed, cursor.expected, cursor.matched, cursor.tokens)
+
+    def line(self, total: int) -> str:
+        """For people: ``100 of 100 rows, 82 of 100 as expected, 1 failed``."""
+        parts = [f"{self.done:,} of {total:,} rows"]
+        if self.expected:
+            parts.append(f"{self.matched:,} of {self.expected:,} as expected")
+        if self.failed:
+            parts.append(f"{self.failed:,} failed")
+        return ", ".join(parts)
+
+
+@dataclass
+class _Open:
+    """A row that was begun, with the samples that are finished."""
+
+    row: Row
+    decoding: dict[str, Any]
+    prompt: tuple[int, ...]
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
+class Answering:
+    """One process's share of a run: from what is durable to the end or the next interruption."""
+
+    def __init__(self, work: RunWork, session: Session) -> None:
+        self.work = work
+        self.session = session
+        self._segments = self._restored()
+        self._tally = Tally.of(self._segments)
+        self._next = self._segments.cursor.next
+        self._unfinished = {
+            *self._segments.cursor.open
+        }  # rows begun and not done, by earlier processes or this
+        self._partials = dict(self._segments.partials)  # of rows that are still to be taken up again
+        self._open: dict[int, _Open] = {}
+        self._requests: dict[str, tuple[int, int]] = {}  # request id -> row number, sample
+        self._fresh: list[Line] = []
+        self._answers = self._answer_format()
+        self._pace = Pace()
+        self._saved = time.monotonic()
+        self._quanta = 0
+        self._ending: Ending | None = None
+
+    def run(self) -> tuple[Ending, Segments]:
+        """Answer; afterwards everything that was finished is durable, and complete if it was all."""
+        loaded = self.work.engine.load(
+            self.work.model, self.work.plan, [self.work.adapter] if self.work.adapter else []
+        )
+        with Saver(self.session.owned, KIND, self._segments.newest, self._durable) as saver:
+            scheduler = Scheduler(
+                loaded,
+                stream=lambda: StreamDecoder(self.work.tokenizer),
+                should_stop=lambda: self._between_passes(scheduler, saver),
+            )
+            ending = self._answer(scheduler, saver)
+            saver.finish()
+            if not self.session.interrupts.give_up and self._worth_saving(scheduler):
+                self._save(scheduler, saver)
+                saver.finish()
+        if ending is Ending.DONE:
+            self.session.owned.complete(self._progress())
+        return ending, self._segments
+
+    def _answer(self, scheduler: Scheduler, saver: Saver) -> Ending:
+        completions = scheduler.run(self._begin())
+        try:
+            while True:
+                with self.session.interrupts.quantum():
+                    completion = next(completions, None)
+                if completion is None:
+                    return self._ending or Ending.DONE
+                self._finish(completion)
+                if len(self._fresh) >= SAVE_ROWS:
+                    self._save(scheduler, saver)
+        except Abandoned:
+            self.session.events.emit("stage", stage="abandoned", message="the pass under way is given up")
+            return self.session.interrupts.ending or Ending.PREEMPTED
+
+    def _between_passes(self, scheduler: Scheduler, saver: Saver) -> bool:
+        """Whether to stop; and a save now and then, however long a row takes."""
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._save(scheduler, saver)
+        saver.check()
+        self._ending = self.session.ending(self._quanta)
+        return self._ending is not None
+
+    def _begin(self) -> Iterator[Request]:
+        """Requests for the rows that earlier processes left unfinished, then for those never begun."""
+        settings, summary = self.work.settings, self.work.summary
+        start = min([*self._unfinished, self._next])
+        pending, begun = set(self._unfinished), self._next
+        for row in read_rows(settings.data, "prompt", start=start, stamp=summary.stamp):
+            if row.index < begun and row.index not in pending:
+                continue
+            self._next = max(self._next, row.index + 1)
+            self._unfinished.add(row.index)
+            opened = _Open(row, settings.decoding(row), self._prompt(row))
+            need = len(opened.prompt) + opened.decoding["max_tokens"]
+            if need > self.work.plan.sequence:
+                self._fail(row, need)
+                continue
+            self._open[row.index] = opened
+            for sample in range(settings.samples):
+                yield self._request(opened, sample)
+
+    def _prompt(self, row: Row) -> tuple[int, ...]:
+        return tuple(self.work.tokenizer.prompt_ids(row.messages, tools=row.tools))
+
+    def _request(self, opened: _Open, sample: int) -> Request:
+        """A sample's request; its id, which decides its random numbers, is the row's id for the first."""
+        row, decoding = opened.row, opened.decoding
+        name = row.id if sample == 0 else f"{row.id}\0{sample}"
+        self._requests[name] = (row.index, sample)
+        return Request(
+            id=name,
+            tokens=opened.prompt,
+            max_tokens=decoding["max_tokens"],
+            sampling=self.work.settings.sampling(decoding),
+            stop_ids=self.work.tokenizer.stop_ids,
+            stop=tuple(decoding["stop"]),
+            logprobs=-1 if decoding["logprobs"] is None else decoding["logprobs"],
+            generated=tuple(self._partials.pop(name, ())),
+        )
+
+    def _finish(self, completion: Completion) -> None:
+        """Take a finished sample; the row is done with its last one."""
+        number, sample = self._requests.pop(completion.id)
+        opened = self._open[number]
+        opened.completions[sample] = completion
+        if len(opened.completions) < self.work.settings.samples:
+            return
+        del self._open[number]
+        completions = [opened.completions[index] for index in range(self.work.settings.samples)]
+        text, data = self._answers.line(opened.row, completions, opened.decoding)
+        if isinstance(expected := opened.row.expected, str):
+            self._tally.expected += 1
+            self._tally.matched += text.strip() == expected.strip()
+        self._done(opened.row, data, completions[0].finish, sum(len(one.tokens) for one in completions))
+
+    def _fail(self, row: Row, need: int) -> None:
+        message = f"the prompt and its answer need {need} tokens, the context has {self.work.plan.sequence}"
+        self._tally.failed += 1
+        self._done(
+            row, self._answers.failure(row, RowFailure("context_length_exceeded", message)), "error", 0
+        )
+
+    def _done(self, row: Row, data: bytes, finish: str, tokens: int) -> None:
+        self._fresh.append(Line(row.index, data))
+        self._unfinished.discard(row.index)
+        self._tally.done += 1
+        self._tally.tokens += tokens
+        self._quanta += 1
+        self._pace.add(tokens)
+        total = self.work.summary.rows
+        self.session.events.emit(
+            "row",
+            step=self._tally.done,
+            total=total,
+            custom_id=row.id,
+            finish=finish,
+            tokens=tokens,
+            tokens_per_s=self._pace.per_second,
+            eta_s=self._pace.eta(total - self._tally.done),
+        )
+
+    def _worth_saving(self, scheduler: Scheduler) -> bool:
+        return bool(self._fresh) or bool(scheduler.partials())
+
+    def _save(self, scheduler: Scheduler, saver: Saver) -> None:
+        """Hand everything finished since the last save, and what is under way, to the saver."""
+        saver.finish()  # the segment before must be current before this one can name it
+        fresh, self._fresh = self._fresh, []
+        partials = self._partials | scheduler.partials() | self._finished_samples()
+        cursor = Cursor(
+            next=self._next,
+            open=tuple(sorted(self._unfinished)),
+            failed=self._tally.failed,
+            expected=self._tally.expected,
+            matched=self._tally.matched,
+            tokens=self._tally.tokens,
+        )
+        progress, owned = self._progress(), self.session.owned
+        self._saved = time.monotonic()
+        saver.save(lambda: (self._segments.write(owned, fresh, cursor, partials), progress))
+
+    def _finished_samples(self) -> dict[str, list[int]]:
+        """Samples that are complete while others of their row are not: they are replayed, not generated."""
+        return {
+            one.id: list(one.tokens) for opened in self._open.values() for one in opened.completions.values()
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "rows": self._tally.done,
+            "total": self.work.summary.rows,
+            "failed": self._tally.failed,
+            "tokens": self._tally.tokens,
+        }
+
+    def _durable(self, reference: Reference) -> None:
+        uri = f"{self.session.owned.store.uri}/{reference.folder}"
+        message = f"durable at {uri}, {reference.step} rows"
+        self.session.events.emit("checkpoint", step=reference.step, uri=uri, message=message)
+
+    def _restored(self) -> Segments:
+        owned = self.session.owned
+        document = owned.document
+        reference = document.current.get(KIND)
+        if self.session.options.from_previous and reference is not None:
+            reference = document.previous.get(KIND)
+        segments = Segments(owned.open, reference)
+        if reference is not None:
+            kept = sum(len(tokens) for tokens in segments.partials.values())
+            message = f"continuing after {segments.done} rows and {kept} tokens of unfinished ones"
+            uri = f"{owned.store.uri}/{reference.folder}"
+            self.session.events.emit("restore", step=segments.done, uri=uri, message=message)
+        return segments
+
+    def _answer_format(self) -> Answers:
+        work = self.work
+        facts = {
+            "run": self.session.run.id,
+            "model": work.model.ref.spec,
+            "weights": work.model.fingerprint,
+            "input": work.summary.sha256,
+            "engine": f"{work.plan.engine} {work.engine.version}",
+            "device": work.plan.device,
+            "numerics": work.plan.numerics,
+        }
+        return Answers(work.model.ref.spec, work.tokenizer, facts)

@@ -1,0 +1,61 @@
+"""What a job says while it works: one flat JSON object an event.
+
+Every event has ``event``, ``time`` (Unix seconds), ``command``, ``step``, ``loss``, ``tokens_per_s``,
+``peak_mem_gb``, ``eta_s`` and ``engine``, null where they do not apply, and whatever else its kind says:
+
+==============  ============================================================================
+``start``       ``message`` (the line before the work), ``run``, ``state``, ``total``
+``restore``     ``uri`` and ``step`` that the work continues from
+``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens``, ``step_s``, ``rows``
+``row``         one finished row: ``custom_id``, ``total``, ``finish``
+``checkpoint``  ``uri``: what was reported before this is durable
+``stage``       a named part of the work: ``stage``, ``message``
+``preempted``   ``signal``, ``abandoned``; the process exits 75
+``done``        ``complete``, ``seconds``, ``message``
+``error``       ``message``, ``hint``
+==============  ============================================================================
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["Event", "Events", "Kind", "Sink", "peak_memory"]
+
+Kind: TypeAlias = Literal[
+    "start", "restore", "step", "row", "checkpoint", "stage", "preempted", "done", "error"
+]
+Event: TypeAlias = dict[str, Any]
+Sink: TypeAlias = Callable[[Event], None]
+
+COMMON = ("step", "loss", "tokens_per_s", "peak_mem_gb", "eta_s", "engine")
+
+
+class Events:
+    """Sends each event to every sink, in order. ``engine`` is set once it is known."""
+
+    def __init__(self, command: str, *sinks: Sink) -> None:
+        self.command = command
+        self.engine: str | None = None
+        self._sinks = [*sinks]
+
+    def add(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        event: Event = {"event": kind, "time": round(time.time(), 3), "command": self.command}
+        event |= dict.fromkeys(COMMON)
+        event |= {"peak_mem_gb": round(peak_memory() / 1e9, 3), "engine": self.engine}
+        event |= fields
+        for sink in self._sinks:
+            sink(event)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process ever had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,181 @@
+"""What every job shares: where its state lives, how it is owned, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spillover.engine.protocol import Numerics
+from spillover.errors import InputError
+from spillover.jobs.events import Events
+from spillover.jobs.interrupts import Ending, Interrupts
+from spillover.jobs.runs import RUNS, JobFile, Run, run_id
+from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
+from spillover.store import Store, open_store
+
+__all__ = ["JobOptions", "Result", "Session", "open_session", "post", "recorded", "reporter", "run_for"]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options that all jobs take.
+
+    Args:
+        state: URI of the durable state; None puts it into the run folder.
+        weights: URI to stage the model from instead of downloading it.
+        engine, device, numerics: what computes; None chooses.
+        headless: nobody is watching: signals mean preemption.
+        stop_after: stop on purpose after this many quanta of this process.
+        takeover: fence off the present owner instead of waiting for it.
+        from_previous: continue from the checkpoint before a damaged one.
+        notify: URL that gets a small JSON document when the job ends.
+        lease: seconds of silence after which an owner without a lock may be replaced.
+        runs: folder of run folders.
+    """
+
+    state: str | None = None
+    weights: str | None = None
+    engine: str = "torch"
+    device: str | None = None
+    numerics: Numerics | None = None
+    headless: bool = False
+    stop_after: int | None = None
+    takeover: bool = False
+    from_previous: bool = False
+    notify: str | None = None
+    lease: float = field(default_factory=lambda: float(os.environ.get("SPILL_LEASE_SECONDS", LEASE_SECONDS)))
+    runs: Path = RUNS
+
+    def __post_init__(self) -> None:
+        if self.numerics not in (None, "float32", "bf16"):
+            raise InputError(f"--numerics {self.numerics} is unknown", hint="use float32 or bf16")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise InputError(f"--stop-after must be at least 1, not {self.stop_after}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended: one line for people, and the command to type next."""
+
+    ending: Ending
+    message: str
+    next: str | None
+    run: Run
+
+
+@dataclass
+class Session:
+    """A job at work: it owns its state and listens for signals."""
+
+    owned: Owned
+    run: Run
+    events: Events
+    interrupts: Interrupts
+    options: JobOptions
+    started: float = field(default_factory=time.monotonic)
+
+    def ending(self, quanta: int) -> Ending | None:
+        """Whether the job must stop at this boundary, after ``quanta`` quanta of this process.
+
+        Raises:
+            Superseded: somebody else owns the work now.
+        """
+        self.owned.check()
+        if self.interrupts.ending is not None:
+            return self.interrupts.ending
+        stop_after = self.options.stop_after
+        if self.owned.stop_requested or (stop_after is not None and quanta >= stop_after):
+            return Ending.STOPPED
+        return None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+def run_for(command: str, label: str, identity: Identity, options: JobOptions) -> tuple[Run, Store]:
+    """The run folder and the store of some work; neither is created yet."""
+    run = Run(options.runs / run_id(command, label, identity))
+    return run, open_store(options.state or run.default_state)
+
+
+def recorded(store: Store, identity: Identity, options: JobOptions) -> Control | None:
+    """The control object of this very work, if it was ever started; `Mismatch` if other work is there."""
+    from spillover.state.control import same_work
+
+    document = State(store, lease_seconds=options.lease).read()
+    if document is not None:
+        same_work(document.identity, identity)
+    return document
+
+
+def reporter(events: Events) -> Callable[[str, int, int], None]:
+    """A progress callback for expanding, downloading and hashing models: an event each half second."""
+    last = 0.0
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.5 or done == total:
+            last = now
+            message = f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+            events.emit("stage", stage="model", message=message, done=done, total=total)
+
+    return report
+
+
+@contextlib.contextmanager
+def open_session(
+    job: JobFile,
+    run: Run,
+    store: Store,
+    identity: Identity,
+    facts: dict[str, Any],
+    options: JobOptions,
+    events: Events,
+) -> Iterator[Session]:
+    """Own the state, record the run, listen for signals; undo all of it at the end.
+
+    Signals are heard from before the state is owned: one that comes early stops the job at its first
+    boundary.
+    """
+    state = State(store, lease_seconds=options.lease)
+
+    def waiting(owner: Owner, seconds: float) -> None:
+        message = (
+            f"owned by process {owner.pid} on {owner.host}; watching up to {seconds:.0f} s "
+            "for a sign of life (--takeover skips that)"
+        )
+        events.emit("stage", stage="waiting", message=message)
+
+    with (
+        Interrupts(headless=options.headless) as interrupts,
+        state.acquire(identity, takeover=options.takeover, waiting=waiting) as owned,
+    ):
+        run.begin(job, store.uri, identity, facts)
+        events.add(run.record)
+        session = Session(owned, run, events, interrupts, options)
+        status = "failed"
+        try:
+            yield session
+            status = "stopped" if owned.document.status != "completed" else "completed"
+        finally:
+            run.end(status, {"seconds": round(session.seconds, 3)})
+
+
+def post(url: str, body: dict[str, Any]) -> str | None:
+    """POST ``body`` as JSON to ``url``; return what went wrong, which never fails the job."""
+    headers = {"Content-Type": "application/json"}
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+        with urllib.request.urlopen(request, timeout=10):
+            return None
+    except (OSError, ValueError) as error:
+        return f"could not notify {url}: {error}"

@@ -1,0 +1,249 @@
+"""``run``: answers to the rows of a file, one finished row a quantum.
+
+Rows may finish in any order, on any number of machines one after the other; the results come out in the
+order of the input, each row once. What was begun and not finished keeps its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spillover.engine import Engine, Plan, Sampling, Work, engine
+from spillover.errors import InputError, ModelError
+from spillover.jobs.answering import Answering, Tally
+from spillover.jobs.data import FileSummary, Row, check_file, read_rows
+from spillover.jobs.events import Events
+from spillover.jobs.interrupts import Ending
+from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for
+from spillover.jobs.runs import JobFile, Run, atomic_file
+from spillover.jobs.segments import KIND, Segments
+from spillover.models import Adapter, Model, Tokenizer, resolve
+from spillover.models import adapters as adapter_folders
+from spillover.state import Control, Identity, State
+from spillover.store import Store
+
+__all__ = ["RunSettings", "RunWork", "run_rows"]
+
+ROUND = 64
+"""Sequence lengths are planned in steps of this many tokens."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What to answer and how. A row's own decoding options win over these."""
+
+    model: str
+    data: Path
+    out: Path | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    samples: int = 1
+    batch: int = 64
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--max-tokens": (self.max_tokens, self.max_tokens >= 1),
+            "--temperature": (self.temperature, 0 <= self.temperature <= 100),
+            "--top-p": (self.top_p, 0 < self.top_p <= 1),
+            "--top-k": (self.top_k, self.top_k >= 0),
+            "--min-p": (self.min_p, 0 <= self.min_p <= 1),
+            "--logprobs": (self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 64),
+            "--samples": (self.samples, self.samples >= 1),
+            "--batch": (self.batch, self.batch >= 1),
+        }
+        for flag, (value, allowed) in limits.items():
+            if not allowed:
+                raise InputError(f"{flag} {value} makes no sense", hint="spill run --help")
+        if self.out is not None and self.out.is_dir():
+            raise InputError(f"--out {self.out} is a folder", hint="name a file")
+        if self.samples > 1 and self.temperature == 0:
+            raise InputError(f"{self.samples} samples at temperature 0 are the same", hint="--temperature 1")
+
+    def decoding(self, row: Row) -> dict[str, Any]:
+        """The decoding that applies to ``row``."""
+        own = row.options
+
+        def first(value: Any, otherwise: Any) -> Any:
+            return otherwise if value is None else value
+
+        return {
+            "max_tokens": first(row.max_tokens, self.max_tokens),
+            "temperature": first(own.temperature, self.temperature),
+            "top_p": first(own.top_p, self.top_p),
+            "top_k": first(own.top_k, self.top_k),
+            "min_p": first(own.min_p, self.min_p),
+            "seed": first(own.seed, self.seed),
+            "stop": list(first(own.stop, self.stop)),
+            "logprobs": first(own.logprobs, self.logprobs),
+        }
+
+    def sampling(self, decoding: dict[str, Any]) -> Sampling:
+        return Sampling(*(decoding[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed")))
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """Checked inputs and the model's plan: all there is before state is touched."""
+
+    settings: RunSettings
+    model: Model
+    adapter: Adapter | None
+    tokenizer: Tokenizer
+    summary: FileSummary
+    engine: Engine
+    plan: Plan
+
+    @property
+    def identity(self) -> Identity:
+        """What makes this the same work on any engine and machine."""
+        s = self.settings
+        return {
+            "command": "run",
+            "weights": self.model.fingerprint,
+            "adapter": _digest(self.adapter) if self.adapter else None,
+            "input": self.summary.sha256,
+            "max_tokens": s.max_tokens,
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k,
+            "min_p": s.min_p,
+            "seed": s.seed,
+            "stop": list(s.stop),
+            "logprobs": s.logprobs,
+            "samples": s.samples,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run's manifest says beside the identity."""
+        return {
+            "model": self.model.ref.spec,
+            "data": str(self.summary.path),
+            "rows": self.summary.rows,
+            "engine": self.plan.engine,
+            "device": self.plan.device,
+            "numerics": self.plan.numerics,
+            "plan": self.plan.why,
+        }
+
+    def line(self, state: str) -> str:
+        """The line before the work: what, with what, how much, where to."""
+        s = self.settings
+        parts = [
+            f"run {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
+            f"{self.summary.rows:,} rows, {self.plan.batch} at a time of up to {self.plan.sequence:,} tokens",
+            "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}, seed {s.seed}",
+            f"state at {state}",
+        ]
+        return "; ".join(parts)
+
+
+def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: JobFile) -> Result:
+    """Answer every row of ``settings.data``, or continue to.
+
+    Raises:
+        InputError, ModelError, EngineError: something given cannot be used; nothing was written.
+        Mismatch: the state belongs to other work.
+        LockContended: another process is at it.
+        Superseded: another process took over.
+    """
+    work = _work(settings, options, events)
+    label = f"{work.model.ref.spec}-{settings.data.stem}"
+    run, store = run_for("run", label, work.identity, options)
+    document = recorded(store, work.identity, options)
+    events.engine = work.plan.engine
+    if document is not None and document.status == "completed":
+        return _already_complete(work, run, store, document)
+    events.emit("start", message=work.line(store.uri), run=run.id, state=store.uri, total=work.summary.rows)
+    with open_session(job, run, store, work.identity, work.facts, options, events) as session:
+        ending, segments = Answering(work, session).run()
+        if ending is not Ending.PREEMPTED:
+            _write_results(settings, run, segments)
+    message = f"{ending.value}: {Tally.of(segments).line(work.summary.rows)}"
+    if ending is Ending.DONE:
+        return Result(ending, f"{message}; {run.results}", f"head -n 1 {run.results}", run)
+    return Result(ending, f"{message}; durable at {store.uri}", "the same command continues", run)
+
+
+def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork:
+    """Check and resolve everything that the settings name."""
+    summary = check_file(settings.data, "prompt")
+    model = resolve(settings.model, weights=options.weights, report=reporter(events))
+    adapter = _adapter(model)
+    tokenizer = model.tokenizer()
+    computing = engine(options.engine)
+    rows = read_rows(settings.data, "prompt", stamp=summary.stamp)
+    longest = _longest(rows, settings, tokenizer, model.config.max_positions, events)
+    batch = min(settings.batch, summary.rows * settings.samples)
+    work = Work("generate", batch, longest, None, options.numerics, options.device)
+    return RunWork(settings, model, adapter, tokenizer, summary, computing, computing.plan(model, work))
+
+
+def _adapter(model: Model) -> Adapter | None:
+    """The adapter that the model's name asks for, checked against the base."""
+    names = model.ref.adapters
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InputError(f"{model.ref.spec} names {len(names)} adapters", hint="name one")
+    adapter = adapter_folders.load(names[0])
+    adapter.check(model.config, name=names[0])
+    if adapter.fingerprint not in ("", model.fingerprint):
+        raise ModelError(
+            f"adapter {names[0]!r} was trained on {adapter.base}, whose weights are not those of "
+            f"{model.ref.base} here",
+            hint=f"spill run {adapter.base}+{names[0]} ...",
+        )
+    return adapter
+
+
+def _digest(adapter: Adapter) -> str:
+    """The sha256 of what an adapter does: its scale, names, shapes and values."""
+    sha = hashlib.sha256(repr(adapter.config.scale).encode())
+    for name, array in sorted(adapter.tensors.items()):
+        sha.update(f"{name}{array.shape}".encode())
+        sha.update(np.ascontiguousarray(array).data)
+    return sha.hexdigest()
+
+
+def _longest(
+    rows: Iterator[Row], settings: RunSettings, tokenizer: Tokenizer, context: int, events: Events
+) -> int:
+    """Tokens that the longest row takes with its answer, of those rows that the context can hold."""
+    longest, count = 0, 0
+    while batch := [*islice(rows, 1000)]:
+        for row in batch:
+            need = len(tokenizer.prompt_ids(row.messages, tools=row.tools))
+            need += row.max_tokens or settings.max_tokens
+            longest = max(longest, need if need <= context else 0)
+        count += len(batch)
+        if count % 20_000 == 0:
+            events.emit("stage", stage="input", message=f"{count:,} rows measured")
+    return min(context, -(-max(longest, ROUND) // ROUND) * ROUND)
+
+
+def _already_complete(work: RunWork, run: Run, store: Store, document: Control) -> Result:
+    segments = Segments(State(store).open, document.current[KIND])
+    _write_results(work.settings, run, segments)
+    message = f"already complete: {Tally.of(segments).line(work.summary.rows)}; {run.results}"
+    return Result(Ending.DONE, message, f"head -n 1 {run.results}", run)
+
+
+def _write_results(settings: RunSettings, run: Run, segments: Segments) -> None:
+    """Put the results, in the order of the input, where people look for them."""
+    atomic_file(run.results, segments.lines())
+    if settings.out is not None:
+        atomic_file(settings.out, segments.lines())

@@ -1,0 +1,241 @@
+"""``tune``: a LoRA adapter, one optimizer step a quantum.
+
+A run is a function of its identity (`TuneWork.identity`), so it may stop after
+any step, on any machine, and the next one continues from the newest checkpoint. Whatever is not in the
+identity (engine, device, numerics, machine) may change on the way and is recorded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spillover.engine import Engine, Optimizer, Plan, Work, engine
+from spillover.errors import InputError, ModelError
+from spillover.jobs.checkpoint import KIND, read_checkpoint
+from spillover.jobs.data import FileSummary, Order, TrainingSet, check_file
+from spillover.jobs.events import Events
+from spillover.jobs.interrupts import Ending
+from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for
+from spillover.jobs.runs import JobFile, Run
+from spillover.jobs.schedule import Schedule, Steps
+from spillover.jobs.tune_loop import Training
+from spillover.models import LoraConfig, Model, Tokenizer, parse, parse_targets, resolve
+from spillover.models import adapters as adapter_folders
+from spillover.models.lora import Adapter
+from spillover.state import Control, Identity, State
+from spillover.store import Store
+
+__all__ = ["TuneSettings", "TuneWork", "tune"]
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What to train and how. ``epochs`` and ``steps`` exclude each other; neither means one epoch."""
+
+    model: str
+    data: Path
+    name: str
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str = "all"
+    dropout: float = 0.0
+    lr: float = 1e-4
+    schedule: Schedule = "cosine"
+    warmup: float = 0.03
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    epochs: float | None = None
+    steps: int | None = None
+    batch: int = 4
+    grad_accum: int = 1
+    max_seq: int = 2048
+    seed: int = 0
+    ckpt_every: int = 50
+    val: Path | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--lr": (self.lr, 0 < self.lr < 10),
+            "--warmup": (self.warmup, 0 <= self.warmup <= 1),
+            "--weight-decay": (self.weight_decay, 0 <= self.weight_decay < 1),
+            "--clip": (self.clip, self.clip >= 0),
+            "--batch": (self.batch, self.batch >= 1),
+            "--grad-accum": (self.grad_accum, self.grad_accum >= 1),
+            "--max-seq": (self.max_seq, self.max_seq >= 8),
+            "--ckpt-every": (self.ckpt_every, self.ckpt_every >= 1),
+        }
+        for flag, (value, allowed) in limits.items():
+            if not allowed:
+                raise InputError(f"{flag} {value} makes no sense", hint="spill tune --help")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise InputError(f"--schedule {self.schedule} is unknown", hint="cosine, linear or constant")
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig(self.rank, self.alpha, parse_targets(self.targets), self.dropout)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return Optimizer(self.weight_decay, self.clip)
+
+
+@dataclass(frozen=True)
+class TuneWork:
+    """Checked inputs, the order of the data and the model's plan: all there is before state is touched."""
+
+    settings: TuneSettings
+    model: Model
+    summary: FileSummary
+    examples: TrainingSet
+    validation: TrainingSet | None
+    order: Order
+    steps: Steps
+    engine: Engine
+    plan: Plan
+
+    @property
+    def identity(self) -> Identity:
+        """What makes this the same work on any engine and machine."""
+        s = self.settings
+        return {
+            "command": "tune",
+            "weights": self.model.fingerprint,
+            "data": self.summary.sha256,
+            "steps": self.steps.total,
+            "learning_rate": s.lr,
+            "schedule": s.schedule,
+            "warmup": s.warmup,
+            "weight_decay": s.weight_decay,
+            "clip": s.clip,
+            "batch": s.batch,
+            "grad_accum": s.grad_accum,
+            "max_seq": s.max_seq,
+            "rank": s.rank,
+            "alpha": s.alpha,
+            "targets": ",".join(s.lora.targets),
+            "dropout": s.dropout,
+            "seed": s.seed,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run's manifest says beside the identity."""
+        return {
+            "name": self.settings.name,
+            "model": self.model.ref.spec,
+            "data": str(self.summary.path),
+            "rows": self.summary.rows,
+            "examples": len(self.examples),
+            "engine": self.plan.engine,
+            "device": self.plan.device,
+            "numerics": self.plan.numerics,
+            "plan": self.plan.why,
+        }
+
+    def line(self, state: str) -> str:
+        """The line before the work: what, with what, how much, where to."""
+        s, longest = self.settings, int(self.examples.lengths.max())
+        accumulated = f" x {s.grad_accum}" if s.grad_accum > 1 else ""
+        parts = [
+            f"tune {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
+            f"{len(self.examples):,} examples of up to {longest:,} tokens",
+            *self.examples.notes(),
+            f"{self.steps.total:,} steps of {s.batch}{accumulated}, rank {s.rank}, lr {s.lr:g} {s.schedule}",
+            f"state at {state}",
+        ]
+        return "; ".join(parts)
+
+
+def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFile) -> Result:
+    """Train the adapter ``settings.name``, or continue to.
+
+    Raises:
+        InputError, ModelError, EngineError: something given cannot be used; nothing was written.
+        Mismatch: the state belongs to other work.
+        LockContended: another process is at it.
+        Superseded: another process took over.
+    """
+    with ExitStack() as cleanup:
+        work = _work(settings, options, events, cleanup)
+        run, store = run_for("tune", settings.name, work.identity, options)
+        document = recorded(store, work.identity, options)
+        events.engine = work.plan.engine
+        if document is not None and document.status == "completed":
+            return _already_complete(work, run, store, document)
+        adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
+        events.emit(
+            "start", message=work.line(store.uri), run=run.id, state=store.uri, total=work.steps.total
+        )
+        with open_session(job, run, store, work.identity, work.facts, options, events) as session:
+            ending, trained = Training(work, session).run()
+        message = f"{ending.value} at step {len(trained.losses)} of {work.steps.total}"
+        if ending is not Ending.DONE:
+            return Result(ending, f"{message}; durable at {store.uri}", "the same command continues", run)
+        folder = adapter_folders.save(settings.name, trained.adapter, overwrite=settings.overwrite)
+        return Result(ending, f"{message}, final loss {trained.losses[-1]:.4f}; {folder}", _next(work), run)
+
+
+def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: ExitStack) -> TuneWork:
+    """Check and resolve everything that the settings name."""
+    if parse(settings.model).adapters:
+        raise InputError(f"{settings.model} already has an adapter", hint="name the base model alone")
+    adapter_folders.check_name(settings.name, overwrite=True)
+    lora = settings.lora
+    summary = check_file(settings.data, "train")
+    model = resolve(settings.model, weights=options.weights, report=reporter(events))
+    tokenizer = model.tokenizer()
+    examples = cleanup.enter_context(_examples(settings.data, tokenizer, settings.max_seq, summary))
+    validation = None
+    if settings.val is not None:
+        checked = check_file(settings.val, "train")
+        validation = cleanup.enter_context(_examples(settings.val, tokenizer, settings.max_seq, checked))
+    order = Order(examples.lengths, settings.batch, settings.seed)
+    epochs = 1.0 if settings.epochs is None and settings.steps is None else settings.epochs
+    steps = Steps.of(order.per_epoch, epochs=epochs, steps=settings.steps, grad_accum=settings.grad_accum)
+    computing = engine(options.engine)
+    longest = max(int(part.lengths.max()) for part in (examples, validation) if part is not None)
+    plan = computing.plan(
+        model,
+        Work("train", settings.batch, longest, lora, options.numerics, options.device),
+    )
+    return TuneWork(settings, model, summary, examples, validation, order, steps, computing, plan)
+
+
+def _examples(path: Path, tokenizer: Tokenizer, max_seq: int, summary: FileSummary) -> TrainingSet:
+    scratch = Path(tempfile.gettempdir())
+    return TrainingSet.build(path, tokenizer, max_seq, scratch, stamp=summary.stamp)
+
+
+def _already_complete(work: TuneWork, run: Run, store: Store, document: Control) -> Result:
+    """Install the adapter of a finished run again, if it is not there as it was."""
+    reference = document.current[KIND]
+    record, state = read_checkpoint(State(store).open(reference))
+    adapter = Adapter(work.settings.lora, state.params, work.model.ref.base, work.model.fingerprint)
+    message = f"already complete: step {record.step}, final loss {record.losses[-1]:.4f}"
+    if not _is_installed(work.settings.name, adapter):
+        folder = adapter_folders.save(work.settings.name, adapter, overwrite=work.settings.overwrite)
+        message += f"; installed {folder}"
+    return Result(Ending.DONE, message, _next(work), run)
+
+
+def _is_installed(name: str, adapter: Adapter) -> bool:
+    """Whether the adapter called ``name`` is exactly this one."""
+    try:
+        found = adapter_folders.load(name)
+    except ModelError:
+        return False
+    same_names = found.config == adapter.config and found.tensors.keys() == adapter.tensors.keys()
+    return same_names and all(
+        np.array_equal(found.tensors[key], adapter.tensors[key]) for key in found.tensors
+    )
+
+
+def _next(work: TuneWork) -> str:
+    return f"spill run {work.model.ref.base}+{work.settings.name} prompts.jsonl"

@@ -1,0 +1,197 @@
+"""The loop of ``tune``: restore, step, save, until the last step or the next interruption."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from spillover.engine import MicroBatch, StepResult, Trainer
+from spillover.errors import Corrupt
+from spillover.jobs.checkpoint import KIND, TuneRecord, read_checkpoint, write_checkpoint
+from spillover.jobs.data import collate
+from spillover.jobs.interrupts import Abandoned, Ending
+from spillover.jobs.pace import Pace
+from spillover.jobs.saving import Saver
+from spillover.jobs.schedule import lr_at
+from spillover.models import initial
+from spillover.models.lora import Adapter
+from spillover.state import Reference
+
+if TYPE_CHECKING:
+    from spillover.jobs.job import Session
+    from spillover.jobs.tune import TuneWork
+
+__all__ = ["Trained", "Training"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The adapter as it stands, and the loss of every step that led to it."""
+
+    adapter: Adapter
+    losses: list[float]
+
+
+class Training:
+    """One process's share of a tune: from the newest checkpoint to the end or the next interruption."""
+
+    def __init__(self, work: TuneWork, session: Session) -> None:
+        self.work = work
+        self.session = session
+        self.record = self._new_record()
+        self._basis, self._trainer = self._restored()
+        self._pace = Pace()
+
+    def run(self) -> tuple[Ending, Trained]:
+        """Train; afterwards everything that was done is durable, and complete if it was all."""
+        with Saver(self.session.owned, KIND, self._basis, self._durable) as saver:
+            ending = self._steps(saver)
+            saver.finish()
+            if not self.session.interrupts.give_up and self._unsaved(saver):
+                self._save(saver)
+                saver.finish()
+        if ending is Ending.DONE:
+            self.session.owned.complete({"step": self.record.step})
+        params = self._trainer.state().params
+        work = self.work
+        adapter = Adapter(work.settings.lora, params, work.model.ref.base, work.model.fingerprint)
+        return ending, Trained(adapter, self.record.losses)
+
+    def _steps(self, saver: Saver) -> Ending:
+        """Step until the end or a reason to stop; an abandoned step leaves no trace."""
+        quanta = 0
+        try:
+            while True:
+                with self.session.interrupts.quantum():
+                    self._validate_if_due()
+                if self.record.step == self.work.steps.total:
+                    return Ending.DONE
+                if (ending := self.session.ending(quanta)) is not None:
+                    return ending
+                with self.session.interrupts.quantum():
+                    self._step()
+                quanta += 1
+                saver.check()
+                if self.record.step % self.work.settings.ckpt_every == 0:
+                    self._save(saver)
+        except Abandoned:
+            self.session.events.emit("stage", stage="abandoned", message="the unfinished step is given up")
+            return self.session.interrupts.ending or Ending.PREEMPTED
+
+    def _step(self) -> None:
+        work, step = self.work, self.record.step
+        numbers = work.steps.micro_batches_of(step)
+        chosen = [work.order.batch(number) for number in numbers]
+        settings = work.settings
+        lr = lr_at(step, work.steps.total, settings.lr, settings.warmup, settings.schedule)
+        result = self._trainer.step([self._micro_batch(indices) for indices in chosen], lr=lr)
+        # The trainer's update has called `finishing`: from here to the end this cannot be abandoned.
+        self.record.advance(result.loss, numbers.stop)
+        rows = [int(work.examples.rows[index]) for indices in chosen for index in indices]
+        self._report(result, lr, rows)
+
+    def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
+        return collate([self.work.examples.example(int(index)) for index in indices])
+
+    def _report(self, result: StepResult, lr: float, rows: list[int]) -> None:
+        seconds = self._pace.add(result.tokens)
+        remaining = self.work.steps.total - self.record.step
+        self.session.events.emit(
+            "step",
+            step=self.record.step,
+            total=self.work.steps.total,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=result.tokens,
+            tokens_per_s=self._pace.per_second,
+            step_s=round(seconds, 4),
+            eta_s=self._pace.eta(remaining),
+            rows=rows,
+        )
+
+    def _validate_if_due(self) -> None:
+        """Measure the loss on the validation file at the end of each epoch, unless that is done."""
+        validation, step = self.work.validation, self.record.step
+        if validation is None or any(step == done for done, _ in self.record.validation):
+            return
+        before, now = (self.work.steps.micro_batches_of(n).stop for n in (step - 2, step - 1))
+        per_epoch = self.work.order.per_epoch
+        if step == 0 or not (now // per_epoch > before // per_epoch or step == self.work.steps.total):
+            return
+        batch = self.work.settings.batch
+        groups = [
+            range(start, min(start + batch, len(validation))) for start in range(0, len(validation), batch)
+        ]
+        loss = self._trainer.evaluate([collate([validation.example(i) for i in group]) for group in groups])
+        self.record.validation.append((step, loss))
+        message = f"validation loss {loss:.4f} after step {step}"
+        self.session.events.emit("stage", stage="validation", step=step, loss=loss, message=message)
+
+    def _save(self, saver: Saver) -> None:
+        state, record = self._trainer.state(), msgspec.json.encode(self.record)
+        progress = {"step": state.step, "total": self.work.steps.total, "loss": self.record.losses[-1]}
+        owned = self.session.owned
+        saver.save(lambda: (write_checkpoint(owned, state, record), progress))
+
+    def _unsaved(self, saver: Saver) -> bool:
+        saved = saver.latest.step if saver.latest else 0
+        return self.record.step > saved
+
+    def _durable(self, reference: Reference) -> None:
+        uri = f"{self.session.owned.store.uri}/{reference.folder}"
+        message = f"durable at {uri}, step {reference.step}"
+        self.session.events.emit("checkpoint", step=reference.step, uri=uri, message=message)
+
+    def _restored(self) -> tuple[Reference | None, Trainer]:
+        """The checkpoint to continue from, and a trainer that stands where it was written."""
+        work, owned = self.work, self.session.owned
+        loaded = work.engine.load(work.model, work.plan)
+        start = initial(work.settings.lora, work.model.config, work.settings.seed)
+        trainer = loaded.trainer(work.settings.lora, start, work.settings.optimizer, seed=work.settings.seed)
+        trainer.protected = self.session.interrupts.finishing
+        basis = self._basis_reference()
+        if basis is not None:
+            self.record, state = read_checkpoint(owned.open(basis))
+            trainer.restore(state)
+            message = f"continuing after step {state.step} of {work.steps.total}"
+            uri = f"{owned.store.uri}/{basis.folder}"
+            self.session.events.emit("restore", step=state.step, uri=uri, message=message)
+        self.record.begin_range(work.plan, work.engine.version)
+        return basis, trainer
+
+    def _basis_reference(self) -> Reference | None:
+        document = self.session.owned.document
+        current = document.current.get(KIND)
+        if not self.session.options.from_previous or current is None:
+            return current
+        previous = document.previous.get(KIND)
+        if previous is None:
+            raise Corrupt(f"{current.folder} is the only checkpoint", hint="start anew with another --state")
+        lost = current.step - previous.step
+        message = f"steps {previous.step + 1} to {current.step} are given up and computed again"
+        self.session.events.emit("stage", stage="previous", message=message if lost else "nothing is lost")
+        return previous
+
+    def _new_record(self) -> TuneRecord:
+        s, model = self.work.settings, self.work.model
+        lora = s.lora
+        return TuneRecord(
+            seed=s.seed,
+            model={"id": model.ref.spec, "weight_fingerprint": model.fingerprint},
+            data={"sha256": self.work.summary.sha256, "rows": self.work.summary.rows},
+            adapter={
+                "rank": lora.rank,
+                "alpha": lora.alpha,
+                "dropout": lora.dropout,
+                "targets": list(lora.targets),
+            },
+            hyperparameters={
+                key: value
+                for key, value in self.work.identity.items()
+                if key not in ("command", "weights", "data", "rank", "alpha", "targets", "dropout", "seed")
+            },
+        )

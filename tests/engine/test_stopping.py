@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from engine.tiny import request
+
+from spillover.engine import cut
+from spillover.engine.stopping import StopRule
+
+PIECES = {1: "Hello", 2: " wor", 3: "ld", 4: "", 5: "!\n", 6: "\nBye"}
+
+
+class Pieces:
+    """Token ids as the texts above."""
+
+    def push(self, token_id: int) -> str:
+        return PIECES[token_id]
+
+
+def finishes(tokens, **more):
+    rule = StopRule(request("r", (1,), **{"count": 10, **more}), Pieces)
+    return [rule.push(token) for token in tokens]
+
+
+def test_stop_id_ends_the_answer():
+    assert finishes([1, 2], stop_ids=frozenset([2])) == [None, "stop"]
+
+
+def test_limit_ends_the_answer():
+    assert finishes([1, 2], count=2) == [None, "length"]
+
+
+def test_stop_string_inside_one_token():
+    assert finishes([1, 2, 3], stop=("ell",))[0] == "stop"
+
+
+def test_stop_string_across_three_tokens_one_of_them_silent():
+    assert finishes([1, 2, 4, 3, 5], stop=("o world",)) == [None, None, None, "stop", None]
+
+
+def test_stop_string_across_a_border_of_single_characters():
+    assert finishes([5, 6], stop=("\n\n",)) == [None, "stop"]
+
+
+def test_one_character_stop_string():
+    assert finishes([1, 5], stop=("!",)) == [None, "stop"]
+
+
+def test_earliest_stop_string_cuts_the_text():
+    assert cut("Hello world!", ("!", "wor")) == "Hello "
+    assert cut("Hello", ("!", "")) == "Hello"
