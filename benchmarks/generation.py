@@ -1,7 +1,8 @@
-"""Generation on the demo model against ``transformers.generate``: same prompts, same batch, same number of tokens.
+"""Generation on the demo model against ``transformers.generate``: same prompts, same batch, same number of
+tokens.
 
-The peer runs in bf16 and in float32 and the faster of the two counts. Everything runs in one process on the same
-threads; ours and the peer's runs alternate, and medians are compared.
+The peer runs in bf16 and in float32 and the faster of the two counts. Everything runs in one process on the
+same threads; ours and the peer's runs alternate, and medians are compared.
 
     python benchmarks/generation.py [--quick] [--json FILE]
 """
@@ -64,7 +65,12 @@ def peer(model: Model, batch: list[list[int]], tokens: int, dtype: torch.dtype):
     def run() -> float:
         start = time.perf_counter()
         out = theirs.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            pad_token_id=0,
         )
         return out[:, longest:].numel() / (time.perf_counter() - start)
 

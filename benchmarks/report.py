@@ -1,4 +1,5 @@
-"""How benchmarks print and save: ``{measure: {"ours", "peer", "ratio", "unit"}}``, ratio above 1 when ours is better."""
+"""How benchmarks print and save: ``{measure: {"ours", "peer", "ratio", "unit"}}``, ratio above 1 when ours is
+better."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One LoRA step on the demo model against PEFT on transformers with ``torch.optim.AdamW``: the same batch.
 
-Rank 16 on all seven linear layers, a micro-batch of 4 sequences of about 128 tokens, loss on the last half of each.
+Rank 16 on all seven linear layers, a micro-batch of 4 sequences of about 128 tokens, loss on the last half of
+each.
 
     python benchmarks/tune_step.py [--quick] [--json FILE]
 """

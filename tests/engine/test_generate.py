@@ -3,8 +3,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from engine.tiny import answers, loaded, prompt, request
 
+from engine.tiny import answers, loaded, prompt, request
 from spillover.engine import Sampling, Scheduler
 from spillover.errors import InputError
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from engine.tiny import request
-
 from spillover.engine import cut
 from spillover.engine.stopping import StopRule
 

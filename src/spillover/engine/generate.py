@@ -1,7 +1,7 @@
 """Continuous batching: rows enter as slots free up, leave as they finish, and never wait for each other.
 
-Requests are pulled from their iterator only when a slot is free, so an input of any length stays out of memory.
-"""
+Requests are pulled from their iterator only when a slot is free, so an input of any length stays out of
+memory."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ class Scheduler:
     """Generates rows over the slots of one session of `model`.
 
     `stream` makes the text stream that stop strings are looked for in; requests with ``stop`` need it.
-    `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is unfinished.
-    ``prefilled`` and ``generated`` count tokens computed so far.
-    """
+    `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is
+    unfinished. ``prefilled`` and ``generated`` count tokens computed so far."""
 
     def __init__(
         self,
@@ -113,7 +112,8 @@ class Scheduler:
         return rows
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
-        """The next request that still has tokens to answer; one that is complete already goes to the finished."""
+        """The next request that still has tokens to answer; one that is complete already goes to the
+        finished."""
         for request in source:
             row = self._replay(request)
             if row.finish is None:
@@ -156,7 +156,8 @@ class Scheduler:
         self._choose(self._rows, logits)
 
     def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
-        """Append one token to each of `rows`, whose logits are in the same order, and release the finished."""
+        """Append one token to each of `rows`, whose logits are in the same order, and release the
+        finished."""
         greedy = logits.argmax() if any(row.request.sampling.temperature == 0 for row in rows) else None
         for place, row in enumerate(rows):
             sampling = row.request.sampling

@@ -29,7 +29,8 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """How the next token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
+    off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -43,9 +44,8 @@ class Request:
     """One row to generate.
 
     ``tokens`` is the prompt and ``generated`` what an earlier run already answered; both are prefilled, and
-    ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports the
-    chosen token alone, -1 nothing).
-    """
+    ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports
+    the chosen token alone, -1 nothing)."""
 
     id: str
     tokens: tuple[int, ...]
@@ -85,9 +85,9 @@ class Completion:
 class Work:
     """What a job is about to ask of an engine.
 
-    ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train), ``sequence``
-    the most tokens a row may have, prompt and answer together. ``numerics`` and ``device`` None mean: choose.
-    """
+    ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train),
+    ``sequence`` the most tokens a row may have, prompt and answer together. ``numerics`` and ``device`` None
+    mean: choose."""
 
     kind: Kind
     batch: int
@@ -170,7 +170,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) and clipping by global norm.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) and clipping by global
+    norm.
 
     ``clip`` 0 turns clipping off.
     """
@@ -204,7 +205,8 @@ class TrainState:
 
 
 class Trainer(Protocol):
-    """A LoRA tune in memory. An exception at any instruction leaves the state before or after a whole step."""
+    """A LoRA tune in memory. An exception at any instruction leaves the state before or after a whole
+    step."""
 
     protected: Callable[[], AbstractContextManager[object]]
 
@@ -215,6 +217,10 @@ class Trainer(Protocol):
 
     def step(self, micro_batches: Sequence[MicroBatch], *, lr: float) -> StepResult:
         """One optimizer step over all micro-batches, their losses weighted by token."""
+        ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The mean loss over all targets, without dropout; changes nothing."""
         ...
 
     def state(self) -> TrainState:

@@ -1,8 +1,7 @@
 """The choice of the next token, on numpy, alike for every engine.
 
-Randomness is a pure function of (seed, row id, token index): a row's answer depends neither on its batch mates
-nor on where an earlier run was stopped.
-"""
+Randomness is a pure function of (seed, row id, token index): a row's answer depends neither on its batch
+mates nor on where an earlier run was stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +29,9 @@ def check(sampling: Sampling) -> None:
 
 def uniform(seed: int, row: str, index: int) -> float:
     """The random number in [0, 1) of the `index`-th answered token of a row, with 53 bits."""
-    digest = hashlib.blake2b(f"{seed}\0{index}\0{row}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{seed}\0{index}\0{row}".encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -57,7 +58,8 @@ def distribution(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.intp] |
 
 
 def sample(logits: Floats, sampling: Sampling, u: float) -> int:
-    """The token whose share of [0, 1), in order of token ids, holds `u` (inverse of the cumulative distribution)."""
+    """The token whose share of [0, 1), in order of token ids, holds `u` (inverse of the cumulative
+    distribution)."""
     kept, probabilities = distribution(logits, sampling)
     cumulative = np.cumsum(probabilities, dtype=np.float64)
     place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
@@ -67,7 +69,8 @@ def sample(logits: Floats, sampling: Sampling, u: float) -> int:
 
 
 def _nucleus(probabilities: Floats, top_p: float) -> float:
-    """The smallest probability inside the smallest set whose sum reaches `top_p`; 0 when that is everything."""
+    """The smallest probability inside the smallest set whose sum reaches `top_p`; 0 when that is
+    everything."""
     if top_p >= 1:
         return 0.0
     ordered = np.sort(probabilities)[::-1]

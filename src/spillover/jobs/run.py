@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spillover.engine import Engine, Plan, Sampling, Work, engine
-from spillover.errors import InputError, ModelError
+from spillover.errors import InputError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
 from spillover.jobs.events import Events
@@ -200,13 +200,7 @@ def _adapter(model: Model) -> Adapter | None:
     if len(names) > 1:
         raise InputError(f"{model.ref.spec} names {len(names)} adapters", hint="name one")
     adapter = adapter_folders.load(names[0])
-    adapter.check(model.config, name=names[0])
-    if adapter.fingerprint not in ("", model.fingerprint):
-        raise ModelError(
-            f"adapter {names[0]!r} was trained on {adapter.base}, whose weights are not those of "
-            f"{model.ref.base} here",
-            hint=f"spill run {adapter.base}+{names[0]} ...",
-        )
+    adapter.check(model.config, fingerprint=model.fingerprint, name=names[0])
     return adapter
 
 

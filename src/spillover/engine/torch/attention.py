@@ -1,8 +1,7 @@
 """Attention over packed sequences (prefill, scoring, training) and of one token per row against the cache.
 
-Queries, keys and values come as one tensor, ``[N, heads + 2 kv_heads, D]``. Query heads that share a key head are
-adjacent, so that grouping them turns attention into larger products over fewer keys.
-"""
+Queries, keys and values come as one tensor, ``[N, heads + 2 kv_heads, D]``. Query heads that share a key head
+are adjacent, so that grouping them turns attention into larger products over fewer keys."""
 
 from __future__ import annotations
 
@@ -41,14 +40,16 @@ class Causal:
         queries = heads.shape[1] - 2 * self.kv_heads
         packed = []
         for start, stop, count in self._runs():
-            parts = heads[start:stop].unflatten(0, (count, -1)).transpose(1, 2)  # [B, heads + 2 kv_heads, T, D]
+            parts = (
+                heads[start:stop].unflatten(0, (count, -1)).transpose(1, 2)
+            )  # [B, heads + 2 kv_heads, T, D]
             mixed = self._attend(*parts.split((queries, self.kv_heads, self.kv_heads), dim=1))
             packed.append(mixed.transpose(1, 2).reshape(stop - start, -1))
         return packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.requires_grad and q.device.type == "cpu":
-            return _TiledCausal.apply(q, k, v, self.window)  # type: ignore[no-any-return]
+            return _TiledCausal.apply(q, k, v, self.window)  # type: ignore[no-untyped-call, no-any-return]
         length = q.shape[2]
         if self.window is None or length <= self.window:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -74,14 +75,15 @@ def visible(positions: Tensor, length: int, window: int | None) -> Tensor:
 def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """One new token per row: the heads that share a key head are the queries of one product.
 
-    ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus infinity). The
-    grouping makes torch's kernel read each key once; with one query per head it reads it G times.
-    """
+    ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus
+    infinity). The grouping makes torch's kernel read each key once; with one query per head it reads it G
+    times."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 class _TiledCausal(torch.autograd.Function):
-    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k``, ``v`` ``[B, kv, T, D]``, a tile of queries at a time.
+    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k``, ``v`` ``[B, kv, T, D]``, a tile of queries
+    at a time.
 
     The backward recomputes each tile's probabilities. torch's own CPU kernel takes three times as long there.
     """

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Linears(Protocol):
-    """Makes the linear layers of a model; `name` is a key of `FUSED` in a layer, or ``head``, whose layer is -1."""
+    """Makes the linear layers of a model; `name` is a key of `FUSED` in a layer, or ``head``, whose layer is
+    -1."""
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         """The layer that multiplies by `weight`, ``[out, in]``."""
@@ -56,7 +57,9 @@ class Decoder:
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._head = linears.linear(-1, "head", weights.head, None)
-        self._layers = [_layer(number, weights.layer(number), linears) for number in range(self.config.layers)]
+        self._layers = [
+            _layer(number, weights.layer(number), linears) for number in range(self.config.layers)
+        ]
 
     def hidden(self, tokens: Tensor, positions: Tensor, length: int, attention: Attention) -> Tensor:
         """The last layer's output, ``[N, H]``, before the final norm.

@@ -1,8 +1,7 @@
 """What this machine computes with, how fast, and how much memory it may take.
 
-Speeds are measured once per machine and torch build (about a second) and kept in ``SPILL_HOME``, so that plans and
-kernel choices stay the same from run to run.
-"""
+Speeds are measured once per machine and torch build (about a second) and kept in ``SPILL_HOME``, so that
+plans and kernel choices stay the same from run to run."""
 
 from __future__ import annotations
 
@@ -40,14 +39,17 @@ def pick_device(wanted: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = wanted.partition(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise EngineError(f"the torch engine has no device {wanted}", hint="use --device cpu or --device cuda")
+        raise EngineError(
+            f"the torch engine has no device {wanted}", hint="use --device cpu or --device cuda"
+        )
     if kind == "cuda" and not torch.cuda.is_available():
         raise EngineError("no CUDA device can be used by this build of torch", hint="use --device cpu")
     return torch.device(wanted)
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that a plan may take on `device`: 75 % of its memory, or of the cgroup's limit when that is lower."""
+    """Bytes that a plan may take on `device`: 75 % of its memory, or of the cgroup's limit when that is
+    lower."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -94,12 +96,15 @@ def _processor() -> str:
 def _measure(dtype: torch.dtype) -> Speeds:
     big = torch.ones(1024, 1024, dtype=dtype)
     gflops = 2 * 1024**3 / _seconds(lambda: F.linear(big, big), 20) / 1e9
-    # decoding reads every weight once a step: compare the layouts on more of them than caches near a core hold
+    # decoding reads every weight once a step: compare the layouts on more of them than caches near a core
+    # hold
     weights = [torch.ones(2048, 1024, dtype=dtype) for _ in range(16)]
     x = torch.ones(16, 1024, dtype=dtype)
     plain = [Dense(weight) for weight in weights]
     packed = [Packed(weight) for weight in weights] if Packed.available() else []
-    faster = _seconds(lambda: [layer(x) for layer in packed], 10) < _seconds(lambda: [layer(x) for layer in plain], 10)
+    faster = _seconds(lambda: [layer(x) for layer in packed], 10) < _seconds(
+        lambda: [layer(x) for layer in plain], 10
+    )
     return Speeds(gflops=round(gflops, 1), packed=bool(packed) and faster)
 
 

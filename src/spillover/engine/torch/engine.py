@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ class TorchEngine:
     """PyTorch on the CPU or one CUDA device, all weights resident."""
 
     name = "torch"
-    version = torch.__version__
+    version = str(torch.__version__)
 
     def plan(self, model: Model, work: Work) -> Plan:
         """Decide device, numerics and batch; `EngineError` in one line when it does not fit."""
@@ -75,7 +75,9 @@ class TorchModel:
     ) -> TorchTrainer:
         """A trainer of a new adapter that starts from `initial`; `seed` decides dropout."""
         if self._adapter is not None:
-            raise EngineError("an adapter cannot be trained on top of another", hint="name the base model alone")
+            raise EngineError(
+                "an adapter cannot be trained on top of another", hint="name the base model alone"
+            )
         return TorchTrainer(
             self._weights, config, initial, optimizer, seed=seed, pass_tokens=self.plan.pass_tokens
         )
@@ -125,7 +127,9 @@ class _Inference:
         self._dtype = weights.dtype
         self._packed = weights.device.type == "cpu" and measured(weights.dtype).packed
         self._lora = adapter.config if adapter else None
-        self._tensors = {key: torch.from_numpy(value) for key, value in adapter.tensors.items()} if adapter else {}
+        self._tensors = (
+            {key: torch.from_numpy(value) for key, value in adapter.tensors.items()} if adapter else {}
+        )
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         base: Linear = Packed(weight, bias) if self._packed else Dense(weight, bias)

@@ -1,8 +1,7 @@
 """Frozen linear layers for inference: plain, packed for oneDNN, and with an adapter on top.
 
-A decode step is a long row of small operators, so what surrounds a product goes into it where the kernel allows: the
-residual, the gate.
-"""
+A decode step is a long row of small operators, so what surrounds a product goes into it where the kernel
+allows: the residual, the gate."""
 
 from __future__ import annotations
 
@@ -51,9 +50,8 @@ class Dense:
 class Packed:
     """`Dense` with the weight laid out once the way oneDNN's kernels read it.
 
-    torch uses the same operators when its compiler freezes a model for the CPU. The layout is chosen for a number of
-    rows but takes any.
-    """
+    torch uses the same operators when its compiler freezes a model for the CPU. The layout is chosen for a
+    number of rows but takes any."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 16) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)

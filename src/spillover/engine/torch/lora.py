@@ -1,4 +1,5 @@
-"""LoRA (Hu et al., arXiv 2106.09685) beside fused frozen linear layers: names, fusing, and the trainable product."""
+"""LoRA (Hu et al., arXiv 2106.09685) beside fused frozen linear layers: names, fusing, and the trainable
+product."""
 
 from __future__ import annotations
 
@@ -48,9 +49,15 @@ def parameters(config: ModelConfig, lora: LoraConfig) -> int:
 
 
 def fuse(
-    a: Sequence[Tensor], b: Sequence[Tensor], columns: Sequence[Span], outputs: int, scale: float, dtype: torch.dtype
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    columns: Sequence[Span],
+    outputs: int,
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """One pair of matrices for all adapters of a fused layer: ``[in, R]``, and ``[R, outputs]`` with `scale` in it.
+    """One pair of matrices for all adapters of a fused layer: ``[in, R]``, and ``[R, outputs]`` with `scale`
+    in it.
 
     The second is block-diagonal: each adapter reaches its own columns.
     """
@@ -72,7 +79,8 @@ def adapter_matrices(
 
 @dataclass
 class LoraLinear:
-    """A frozen fused linear layer with trainable float32 adapters; the trainer binds `a` and `b` before a step."""
+    """A frozen fused linear layer with trainable float32 adapters; the trainer binds `a` and `b` before a
+    step."""
 
     layer: int
     weight: Tensor  # [out, in]
@@ -84,7 +92,7 @@ class LoraLinear:
     b: list[Tensor] = field(default_factory=list)  # [r, out of the span] each
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _LoraProduct.apply(x, self, *self.a, *self.b)  # type: ignore[no-any-return]
+        return _LoraProduct.apply(x, self, *self.a, *self.b)  # type: ignore[no-untyped-call, no-any-return]
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self(x)
@@ -99,9 +107,8 @@ class LoraLinear:
 class _LoraProduct(torch.autograd.Function):
     """``x @ W.T + bias + scale * dropout(x) @ a @ b`` with gradients of ``x``, ``a`` and ``b`` only.
 
-    The input is saved once for all adapters of the layer; products run in its dtype, and the adapters' gradients
-    leave as float32. Dropout masks are made again in the backward.
-    """
+    The input is saved once for all adapters of the layer; products run in its dtype, and the adapters'
+    gradients leave as float32. Dropout masks are made again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LoraLinear, *leaves: Tensor) -> Tensor:
@@ -144,4 +151,6 @@ def _project(x: Tensor, a: Tensor, masks: Sequence[Tensor]) -> Tensor:
 def _spread(by_inner: Tensor, a: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """The gradient of ``x`` through `_project`: ``[N, in]``."""
     pieces = zip(by_inner.chunk(len(masks), dim=1), a.chunk(len(masks), dim=1), masks, strict=True)
-    return sum((piece @ part.t() * mask for piece, part, mask in pieces), start=torch.zeros((), dtype=a.dtype))
+    return sum(
+        (piece @ part.t() * mask for piece, part, mask in pieces), start=torch.zeros((), dtype=a.dtype)
+    )

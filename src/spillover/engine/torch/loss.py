@@ -1,8 +1,8 @@
-"""Cross-entropy over a large vocabulary without the full logits: targets go through the head a chunk at a time.
+"""Cross-entropy over a large vocabulary without the full logits: targets go through the head a chunk at a
+time.
 
-The gradient of the hidden states is computed beside the loss, while a chunk's logits are at hand, as in Liger Kernel
-(Hsu et al., arXiv 2410.10989).
-"""
+The gradient of the hidden states is computed beside the loss, while a chunk's logits are at hand, as in Liger
+Kernel (Hsu et al., arXiv 2410.10989)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk_bytes
     ``hidden`` ``[M, H]`` after the final norm, ``head`` ``[V, H]`` frozen, ``targets`` int64 ``[M]``. At most
     `chunk_bytes` of float32 logits are alive at once.
     """
-    return _CrossEntropy.apply(hidden, head, targets, max(1, chunk_bytes // (4 * len(head))))  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(hidden, head, targets, max(1, chunk_bytes // (4 * len(head))))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the statistics in float32."""
     if x.requires_grad:
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     wide = x.float()
     return (wide * _inverse_size(wide, eps)).to(x.dtype).mul_(weight)
 
@@ -28,7 +28,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
     Without a gradient this happens in place.
     """
     if heads.requires_grad:
-        return _Rotate.apply(heads, cos, sin, count)  # type: ignore[no-any-return]
+        return _Rotate.apply(heads, cos, sin, count)  # type: ignore[no-untyped-call, no-any-return]
     x = heads[:, :count]
     swapped = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos).addcmul_(swapped, sin)
@@ -38,7 +38,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer, arXiv 2002.05202) of ``[N, 2 I]``, gate first."""
     if gate_up.requires_grad:
-        return _SwiGlu.apply(gate_up)  # type: ignore[no-any-return]
+        return _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call, no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -46,7 +46,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def _inverse_size(wide: Tensor, eps: float) -> Tensor:
     """``1 / sqrt(mean(x^2) + eps)``, ``[..., 1]``; through the norm, which reads ``x`` once."""
     size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return size.square_().mul_(1 / wide.shape[-1]).add_(eps).rsqrt_()
+    scale: Tensor = size.square_().mul_(1 / wide.shape[-1]).add_(eps).rsqrt_()
+    return scale
 
 
 class _RmsNorm(torch.autograd.Function):

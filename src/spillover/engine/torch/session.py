@@ -16,6 +16,7 @@ from spillover.engine.torch.decoder import Decoder
 # Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
 _STRIDE = 32
 
+
 class TorchLogits:
     """Next-token logits ``[rows, V]``, converted to float32 once."""
 
@@ -63,8 +64,8 @@ class TorchSession:
         self._decoder = decoder
         self._lengths: list[int] = []
         room = -(-length // _STRIDE) * _STRIDE
-        # keys and then values as heads of one tensor, so that a step writes both at once; zeros, because what was
-        # never written is masked, but 0 * NaN would not be
+        # keys and then values as heads of one tensor, so that a step writes both at once; zeros, because what
+        # was never written is masked, but 0 * NaN would not be
         shape = (config.layers, slots, 2 * config.kv_heads, room, config.head_dim)
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self._seen: tuple[int, int] = (0, 0)
@@ -127,10 +128,12 @@ class TorchSession:
         self._lengths.pop()
 
     def _layer_views(self, rows: int, seen: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: the cache as vectors, and the keys and values that `rows` rows see. Kept while they last."""
+        """Per layer: the cache as vectors, and the keys and values that `rows` rows see. Kept while they
+        last."""
         if self._seen != (rows, seen):
             self._seen = (rows, seen)
             self._views = [
-                (cache.view(-1, cache.shape[-1]), *cache[:rows, :, :seen].chunk(2, dim=1)) for cache in self._cache
+                (cache.view(-1, cache.shape[-1]), *cache[:rows, :, :seen].chunk(2, dim=1))
+                for cache in self._cache
             ]
         return self._views

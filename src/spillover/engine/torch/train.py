@@ -1,12 +1,12 @@
 """LoRA training on torch.
 
-Guarantee: whatever interrupts `TorchTrainer.step`, at any instruction, the trainer holds the state before the step or
-the state after it, never a mixture. Parameters and moments are one flat float32 array each; a step writes new arrays
-and then puts them in place with a single assignment. The price is a second copy of the adapter's state.
+Guarantee: whatever interrupts `TorchTrainer.step`, at any instruction, the trainer holds the state before the
+step or the state after it, never a mixture. Parameters and moments are one flat float32 array each; a step
+writes new arrays and then puts them in place with a single assignment. The price is a second copy of the
+adapter's state.
 
-Given the same state, micro-batches and thread count, a step is bit for bit the same: no random stream is carried, and
-no kernel is chosen by timing.
-"""
+Given the same state, micro-batches and thread count, a step is bit for bit the same: no random stream is
+carried, and no kernel is chosen by timing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ class TorchTrainer:
         self._state = _State(params, m, v, state.step)
 
     def _bind(self, params: Tensor, grad: Tensor | None) -> None:
-        """Give every linear layer its adapters: leaves that are views of `params`, their gradients of `grad`."""
+        """Give every linear layer its adapters: leaves that are views of `params`, their gradients of
+        `grad`."""
         leaves = self._views(params.detach())
         gradients = self._views(grad) if grad is not None else {}
         for name, leaf in leaves.items():
@@ -212,7 +213,9 @@ class TorchTrainer:
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
-        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+        return {
+            name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
 
     def _named(self, flat: Tensor) -> dict[str, Floats]:
         return {name: view.cpu().numpy().copy() for name, view in self._views(flat).items()}

@@ -42,7 +42,9 @@ class LayerWeights:
 class Weights:
     """Reads the tensors of one model in a compute dtype and onto a device."""
 
-    def __init__(self, index: WeightIndex, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: WeightIndex, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -51,7 +53,8 @@ class Weights:
 
     @cached_property
     def embedding(self) -> Tensor:
-        """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree, so it costs no memory."""
+        """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree, so it costs no
+        memory."""
         return self._view("model.embed_tokens.weight").to(self.device, self.dtype)
 
     @property

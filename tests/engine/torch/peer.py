@@ -1,0 +1,79 @@
+"""The same adapter and the same training in PEFT and ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import peft
+import torch
+
+from spillover.engine import MicroBatch
+from spillover.models import LoraConfig
+
+
+def micro_batch(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> MicroBatch:
+    """Right-padded rows; the loss covers each row from its start."""
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), lengths.max()), dtype=np.int64)
+    mask = np.zeros(tokens.shape, dtype=np.bool_)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        tokens[i, : len(row)] = row
+        mask[i, start : len(row)] = True
+    return MicroBatch(tokens, mask, lengths)
+
+
+def adapted(theirs, config: LoraConfig, tensors) -> peft.PeftModel:
+    """`theirs` with PEFT's LoRA layers holding `tensors`."""
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=[name.rpartition(".")[2] for name in config.targets],
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers 5 by an old name
+        model = peft.get_peft_model(theirs, lora)
+    for name, leaf in leaves(model).items():
+        leaf.data = torch.from_numpy(tensors[name].T.copy())
+    return model
+
+
+def leaves(model: peft.PeftModel) -> dict[str, torch.nn.Parameter]:
+    """PEFT's trainable parameters, each the transpose of ours, by our names."""
+    found = {}
+    for name, leaf in model.named_parameters():
+        if "lora_" in name:
+            short = name.removeprefix("base_model.model.model.").replace(".default.weight", "")
+            found[short.replace("lora_A", "lora_a").replace("lora_B", "lora_b")] = leaf
+    return found
+
+
+def step_loss(model: peft.PeftModel, batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Mean over all targets of all micro-batches, from transformers' full logits."""
+    total, count = torch.zeros(()), 0
+    for batch in batches:
+        ids = torch.from_numpy(batch.tokens)
+        present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
+        logits = model(input_ids=ids, attention_mask=present).logits[:, :-1].float()
+        wanted = torch.from_numpy(batch.mask)[:, 1:]
+        total = total + torch.nn.functional.cross_entropy(logits[wanted], ids[:, 1:][wanted], reduction="sum")
+        count += int(wanted.sum())
+    return total / count
+
+
+def tune(model: peft.PeftModel, steps: Sequence[Sequence[MicroBatch]], rates: Sequence[float]) -> list[float]:
+    """Losses of a float32 tune."""
+    trained = leaves(model)
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.0, weight_decay=0.01)
+    losses = []
+    for batches, rate in zip(steps, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = step_loss(model, batches)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,102 @@
+"""The packaged examples: valid rows, balanced labels, and a test set that the training set does not give away."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from importlib import resources
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+from spillover.jobs.data import check_file
+
+LABELS = {
+    "delivery",
+    "refund",
+    "damaged_item",
+    "wrong_item",
+    "payment",
+    "account",
+    "product_question",
+    "cancel_order",
+}
+ROWS = {
+    "tickets/train.jsonl": 160,
+    "tickets/test.jsonl": 48,
+    "prompts/prompts.jsonl": 12,
+    "sample.jsonl": 20,
+}
+
+
+def packaged(name):
+    return resources.files("spillover.examples").joinpath(*name.split("/"))
+
+
+def rows(name):
+    return [json.loads(line) for line in packaged(name).read_text(encoding="utf-8").splitlines()]
+
+
+def words(text):
+    """The words of a message, without case, accents and punctuation."""
+    return tuple(re.findall(r"\w+", unicodedata.normalize("NFKD", text.casefold())))
+
+
+def likeness(one, other):
+    """Jaccard similarity of the sets of words."""
+    first, second = set(words(one)), set(words(other))
+    return len(first & second) / len(first | second)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_can_be_answered(name):
+    with resources.as_file(packaged(name)) as path:
+        assert check_file(path, "prompt").rows == ROWS[name]
+
+
+def test_the_tickets_train_and_their_test_set_has_answers_to_compare():
+    with resources.as_file(packaged("tickets")) as folder:
+        assert "train" in check_file(folder / "train.jsonl", "train").fits
+        assert "eval" in check_file(folder / "test.jsonl", "eval").fits
+
+
+def test_labels_are_balanced_in_both_files_and_interleaved():
+    train = [row["answer"] for row in rows("tickets/train.jsonl")]
+    test = [row["expected"] for row in rows("tickets/test.jsonl")]
+    assert Counter(train) == dict.fromkeys(LABELS, 20)
+    assert Counter(test) == dict.fromkeys(LABELS, 6)
+    assert all(set(labels[i : i + 8]) == LABELS for labels in (train, test) for i in range(0, len(labels), 8))
+
+
+def test_answers_of_the_test_set_are_short():
+    assert {row["max_tokens"] for row in rows("tickets/test.jsonl")} == {8}
+
+
+def test_no_message_occurs_twice():
+    messages = [row["prompt"] for name in ("train", "test") for row in rows(f"tickets/{name}.jsonl")]
+    assert [pair for pair in combinations(messages, 2) if words(pair[0]) == words(pair[1])] == []
+
+
+def test_no_test_message_resembles_a_training_message():
+    train, test = ([row["prompt"] for row in rows(f"tickets/{name}.jsonl")] for name in ("train", "test"))
+    assert [pair for pair in product(train, test) if likeness(*pair) >= 0.8] == []
+
+
+def test_the_prompts_show_what_a_row_may_say():
+    prompts = rows("prompts/prompts.jsonl")
+    assert {"system", "max_tokens", "custom_id"} <= set().union(*prompts)
+
+
+def test_the_sample_begins_with_the_question_that_the_documentation_shows():
+    assert rows("sample.jsonl")[0] == {"prompt": "What is the capital of France?", "max_tokens": 32}
+
+
+@pytest.mark.parametrize("name", ["tickets", "prompts"])
+def test_the_commands_of_a_readme_name_files_that_the_example_brings(name):
+    readme = packaged(f"{name}/README.md").read_text(encoding="utf-8")
+    named = {Path(file) for file in re.findall(r"^    spill .*?(\S+\.jsonl)", readme, re.MULTILINE)}
+    assert named
+    assert all(file.parent == Path(name) and packaged(file.as_posix()).is_file() for file in named)
