@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jinja2  # noqa: F401 - what follows loads before a zygote forks, so that its children need not load it
+import obstore  # noqa: F401
+import safetensors.numpy  # noqa: F401
+import tokenizers  # noqa: F401
+
+import spillover.engine.torch
+import spillover.store.cloud  # noqa: F401
 from spillover.jobs import answering, job
 from spillover.jobs.events import Event, Events
 from spillover.jobs.job import JobOptions, Result

@@ -49,6 +49,14 @@ def test_the_last_act_is_never_abandoned() -> None:
     assert done == ["update", "report"]
 
 
+def test_while_preparing_the_first_signal_ends_it_at_once() -> None:
+    with Interrupts(headless=True, grace=60) as interrupts:
+        with pytest.raises(Abandoned), interrupts.preparation():
+            os.kill(os.getpid(), signal.SIGTERM)
+            busy(10)
+        assert interrupts.ending is Ending.PREEMPTED
+
+
 def test_outside_a_quantum_nothing_is_interrupted() -> None:
     with Interrupts(headless=True, grace=0.05) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -6,6 +6,7 @@ interrupted by a person. ``--debug``, anywhere on the line, shows the traceback 
 
 from __future__ import annotations
 
+import os
 import sys
 
 from spillover.errors import SpillError
@@ -29,6 +30,13 @@ def main() -> None:
 
         print(error_line(error), file=sys.stderr)
         raise SystemExit(1) from None
-    except BrokenPipeError:  # `spill ... | head` has seen enough
-        sys.stderr.close()
-        raise SystemExit(0) from None
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write what is left, unless nobody reads it any more (``spill runs | head -n 1``)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # otherwise the interpreter tries again on its way out, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,17 +16,17 @@ def models(
     fetch: Annotated[str | None, typer.Option(help="Get this model now.", metavar="MODEL")] = None,
 ) -> None:
     """List the models with a tag, and which of them are on this machine."""
-    from spillover.models import DEMO, TAGS, models_home
+    from spillover.models import DEMO, TAGS, installed
 
     if fetch is not None:
         _fetch(fetch)
         return
-    present = {path.name: _size(path) for path in models_home().iterdir()} if models_home().is_dir() else {}
-    rows = [(DEMO, "SmolLM2-135M-Instruct, from PyPI", DEMO)]
-    rows += [(tag, source.repo, source.repo.replace("/", "--")) for tag, source in TAGS.items()]
-    for tag, what, folder in rows:
-        size = next((size for name, size in present.items() if name.startswith(folder)), None)
-        print(f"{tag:16} {'-' if size is None else f'{size / 1e9:.1f} GB':>9}  {what}")
+    here = {model.name: model for model in installed()}
+    rows = {DEMO: "SmolLM2-135M-Instruct, from PyPI"} | {tag: source.repo for tag, source in TAGS.items()}
+    rows |= {name: str(model.path) for name, model in here.items() if name not in rows}
+    for name, what in rows.items():
+        size = f"{here[name].bytes / 1e9:.1f} GB" if name in here else "-"
+        print(f"{name:16} {size:>9}  {what}")
 
 
 def adapters(
@@ -67,7 +66,3 @@ def _fetch(name: str) -> None:
 
     model = resolve(name, report=report)
     print(f"{model.ref.base}: {model.path}, fingerprint {model.fingerprint[:16]}")
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

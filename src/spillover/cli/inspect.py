@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spillover.errors import InputError, StoreError
+from spillover.errors import InputError, SpillError
 
 if TYPE_CHECKING:
     from spillover.jobs.runs import Manifest
@@ -109,7 +109,7 @@ def _state_of(manifest: Manifest) -> str:
         return manifest.status
     try:
         document = State(open_store(manifest.state)).read()
-    except StoreError:
+    except SpillError:  # out of reach or damaged: one run must not hide the others
         return manifest.status
     return document.status if document else "empty"
 

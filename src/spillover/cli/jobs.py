@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -13,6 +17,7 @@ import typer
 from spillover.errors import InputError, SpillError
 
 if TYPE_CHECKING:
+    from spillover.jobs.events import Events
     from spillover.jobs.job import Result
     from spillover.jobs.runs import JobFile
 
@@ -21,6 +26,8 @@ __all__ = ["resume", "run", "tune"]
 T = TypeVar("T")
 ARGUMENTS = ("model", "data")
 NOT_RECORDED = ("config", "emit_config", "ctx")
+NOT_RESUMED = ("takeover", "from_previous", "stop_after")
+"""What a command line asks of one process, not of the work."""
 
 
 def _from_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -33,7 +40,13 @@ def _from_config(ctx: typer.Context, path: Path | None) -> Path | None:
             raise InputError(
                 f"{path} is a job for spill {job.command}", hint=f"spill {job.command} --config {path}"
             )
-        ctx.default_map = {**job.arguments, **job.options}
+        values = {**job.arguments, **job.options}
+        known = {parameter.name for parameter in ctx.command.params}
+        if unknown := next((name for name in values if name not in known), None):
+            raise InputError(
+                f"{path}: spill {job.command} has no option {unknown!r}", hint=f"spill {job.command} --help"
+            )
+        ctx.default_map = values
     return path
 
 
@@ -166,7 +179,8 @@ def resume(
 
     job = find_run(run).job()
     given = {"headless": headless, "quiet": quiet or None, "takeover": takeover or None, "engine": engine}
-    options = job.options | {key: value for key, value in given.items() if value is not None}
+    kept = {key: value for key, value in job.options.items() if key not in NOT_RESUMED}
+    options = kept | {key: value for key, value in given.items() if value is not None}
     execute(JobFile(job.command, job.arguments, options))
 
 
@@ -193,7 +207,6 @@ def _was_given(ctx: typer.Context, name: str) -> bool:
 
 def execute(job: JobFile) -> None:
     """Do a job, show it, and exit with its code."""
-    from spillover.cli.terminal import Headless as HeadlessDisplay
     from spillover.cli.terminal import display
     from spillover.jobs.events import Events
 
@@ -203,16 +216,36 @@ def execute(job: JobFile) -> None:
     with display(job.command, headless=headless, quiet=quiet) as shown:
         events = Events(job.command, shown.show)
         try:
-            result = _perform(job, options | {"headless": headless}, events)
+            with _preemptible(events, headless):
+                result = _perform(job, options | {"headless": headless}, events)
         except SpillError as error:
-            if isinstance(shown, HeadlessDisplay):
-                events.emit("error", message=str(error), hint=error.hint)
+            events.emit("error", message=str(error), hint=error.hint)
             raise
-    _tell(result, options.get("notify"), shown.text)
+    _tell(result, options.get("notify"), shown.text, quiet)
     raise typer.Exit(result.ending.code)
 
 
-def _perform(job: JobFile, options: dict[str, Any], events: Any) -> Result:
+@contextlib.contextmanager
+def _preemptible(events: Events, headless: bool) -> Iterator[None]:
+    """While the job itself does not listen for signals, nothing is at stake: leave at once, to be retried."""
+    from spillover.jobs.interrupts import Ending
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(Ending.PREEMPTED.code)
+
+    numbers = (signal.SIGTERM, signal.SIGINT) if headless else (signal.SIGTERM,)
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    except SystemExit:
+        events.emit("preempted", message="preempted outside of the work; the same command continues")
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _perform(job: JobFile, options: dict[str, Any], events: Events) -> Result:
     from spillover.jobs.interrupts import Ending
     from spillover.jobs.job import JobOptions
 
@@ -232,21 +265,24 @@ def _perform(job: JobFile, options: dict[str, Any], events: Any) -> Result:
         result = run_rows(_convert(values, RunSettings), shared, events, job)
     else:
         raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run or tune")
+    name = result.run.id if result.run else None
     if result.ending is Ending.PREEMPTED:
-        events.emit("preempted", message=result.message, run=result.run.id)
+        events.emit("preempted", message=result.message, run=name)
     else:
-        events.emit("done", message=result.message, complete=result.ending is Ending.DONE, run=result.run.id)
+        events.emit("done", message=result.message, complete=result.ending is Ending.DONE, run=name)
     return result
 
 
-def _tell(result: Result, url: str | None, text: Any) -> None:
+def _tell(result: Result, url: str | None, text: Callable[[str], None], quiet: bool) -> None:
     """The last lines: how it ended and what to type next."""
     from spillover.jobs.job import post
 
-    if url is not None and (trouble := post(url, {"run": result.run.id, "message": result.message})):
+    if url is not None and (
+        trouble := post(url, {"run": result.run.id if result.run else None, "message": result.message})
+    ):
         text(trouble)
     text(result.message)
-    if result.next is not None:
+    if result.next is not None and not quiet:
         text(f"next: {result.next}")
 
 
@@ -277,4 +313,6 @@ def _convert(values: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(values, kind, dec_hook=decode, strict=False)
     except msgspec.ValidationError as error:
-        raise InputError(f"{error}", hint="spill --help") from error
+        what, _, where = str(error).partition(" - at `$.")
+        flag = f"--{where.rstrip('`').replace('_', '-')}: " if where else ""
+        raise InputError(f"{flag}{what[0].lower()}{what[1:]}", hint="spill --help") from error

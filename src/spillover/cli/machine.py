@@ -23,7 +23,7 @@ def doctor(
     from spillover.jobs.runs import hardware, list_runs
     from spillover.models import home
 
-    disk = shutil.disk_usage(home() if home().exists() else home().parent)
+    disk = shutil.disk_usage(next(path for path in (home(), *home().parents) if path.exists()))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     print(f"spillover {__version__}, Python {platform.python_version()}")
     print(f"machine   {hardware()}, {memory / 1e9:.1f} GB memory")

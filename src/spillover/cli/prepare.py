@@ -55,9 +55,12 @@ def example(
     target = to or Path(name)
     if target.exists() and not force:
         raise InputError(f"{target} exists already", hint=f"spill example {name} --to OTHER, or add --force")
-    target.mkdir(parents=True, exist_ok=True)
-    for file in _files(name):
-        (target / file.name).write_bytes(file.read_bytes())
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in _files(name):
+            (target / file.name).write_bytes(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}", hint="--to OTHER") from error
     print((target / "README.md").read_text(encoding="utf-8"))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -61,13 +62,21 @@ class Headless:
         self.quiet = quiet
 
     def show(self, event: Event) -> None:
-        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
-        sys.stdout.flush()
+        _write(sys.stdout, msgspec.json.encode(event).decode())
         if not self.quiet and event["event"] in TOLD and event.get("message"):
             self.text(event["message"])
 
     def text(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        _write(sys.stderr, line)
+
+
+def _write(stream: TextIO, line: str) -> None:
+    """Write a line. A reader that left or a full disk must not end the work: the run folder has it all."""
+    try:
+        stream.write(line + "\n")  # in one call, since a checkpoint is told from its own thread
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Live:

@@ -90,11 +90,12 @@ class Answering:
             self.work.model, self.work.plan, [self.work.adapter] if self.work.adapter else []
         )
         with Saver(self.session.owned, KIND, self._segments.newest, self._durable) as saver:
-            scheduler = Scheduler(
-                loaded,
-                stream=lambda: StreamDecoder(self.work.tokenizer),
-                should_stop=lambda: self._between_passes(scheduler, saver),
-            )
+            with self.session.interrupts.preparation():  # the weights are read here
+                scheduler = Scheduler(
+                    loaded,
+                    stream=lambda: StreamDecoder(self.work.tokenizer),
+                    should_stop=lambda: self._between_passes(scheduler, saver),
+                )
             ending = self._answer(scheduler, saver)
             saver.finish()
             if not self.session.interrupts.give_up and self._worth_saving(scheduler):

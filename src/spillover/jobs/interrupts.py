@@ -59,6 +59,7 @@ class Interrupts:
         self.give_up = False
         self._overdue = False
         self._abandonable = False
+        self._worthless = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -78,6 +79,16 @@ class Interrupts:
             yield
         finally:
             self._abandonable = False
+
+    @contextlib.contextmanager
+    def preparation(self) -> Iterator[None]:
+        """The body has nothing to lose: the first signal raises `Abandoned` in it."""
+        self._worthless = True
+        try:
+            with self.quantum():
+                yield
+        finally:
+            self._worthless = False
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -102,6 +113,8 @@ class Interrupts:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number).name
+            if self._worthless:
+                raise Abandoned
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             return
         self.give_up = not self.headless

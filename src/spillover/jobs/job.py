@@ -10,17 +10,28 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from spillover.engine.protocol import Numerics
 from spillover.errors import InputError
 from spillover.jobs.events import Events
-from spillover.jobs.interrupts import Ending, Interrupts
+from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
 from spillover.jobs.runs import RUNS, JobFile, Run, run_id
 from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
 from spillover.store import Store, open_store
 
-__all__ = ["JobOptions", "Result", "Session", "open_session", "post", "recorded", "reporter", "run_for"]
+__all__ = [
+    "JobOptions",
+    "Result",
+    "Session",
+    "Work",
+    "open_session",
+    "post",
+    "recorded",
+    "reporter",
+    "run_for",
+    "unprepared",
+]
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,30 @@ class JobOptions:
             raise InputError(f"--stop-after must be at least 1, not {self.stop_after}")
 
 
+class Work(Protocol):
+    """Checked inputs of a job: what it is, and what its manifest says beside that."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: one line for people, and the command to type next."""
+    """How a job ended: one line for people, the command to type next, and the run if one was begun."""
 
     ending: Ending
     message: str
     next: str | None
-    run: Run
+    run: Run | None
+
+
+def unprepared(interrupts: Interrupts) -> Result:
+    """The result of a job that a signal stopped before it had begun anything."""
+    ending = interrupts.ending or Ending.PREEMPTED
+    return Result(ending, f"{ending.value} before the work began", "the same command begins it", None)
 
 
 @dataclass
@@ -136,30 +163,33 @@ def open_session(
     job: JobFile,
     run: Run,
     store: Store,
-    identity: Identity,
-    facts: dict[str, Any],
+    work: Work,
     options: JobOptions,
     events: Events,
+    interrupts: Interrupts,
 ) -> Iterator[Session]:
-    """Own the state, record the run, listen for signals; undo all of it at the end.
+    """Own the state and record the run; release and record how it was left at the end.
 
-    Signals are heard from before the state is owned: one that comes early stops the job at its first
-    boundary.
+    Raises:
+        Abandoned: a signal came while another owner's silence was being watched.
     """
     state = State(store, lease_seconds=options.lease)
+    told = False
 
     def waiting(owner: Owner, seconds: float) -> None:
-        message = (
-            f"owned by process {owner.pid} on {owner.host}; watching up to {seconds:.0f} s "
-            "for a sign of life (--takeover skips that)"
-        )
-        events.emit("stage", stage="waiting", message=message)
+        nonlocal told
+        if interrupts.signal is not None:
+            raise Abandoned
+        if not told:
+            told = True
+            message = (
+                f"owned by process {owner.pid} on {owner.host}; watching up to {seconds:.0f} s "
+                "for a sign of life (--takeover skips that)"
+            )
+            events.emit("stage", stage="waiting", message=message)
 
-    with (
-        Interrupts(headless=options.headless) as interrupts,
-        state.acquire(identity, takeover=options.takeover, waiting=waiting) as owned,
-    ):
-        run.begin(job, store.uri, identity, facts)
+    with state.acquire(work.identity, takeover=options.takeover, waiting=waiting) as owned:
+        run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"

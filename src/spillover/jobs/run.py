@@ -20,8 +20,8 @@ from spillover.errors import InputError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
 from spillover.jobs.events import Events
-from spillover.jobs.interrupts import Ending
-from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for
+from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
+from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
 from spillover.jobs.runs import JobFile, Run, atomic_file
 from spillover.jobs.segments import KIND, Segments
 from spillover.models import Adapter, Model, Tokenizer, resolve
@@ -160,18 +160,24 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
         LockContended: another process is at it.
         Superseded: another process took over.
     """
-    work = _work(settings, options, events)
-    label = f"{work.model.ref.spec}-{settings.data.stem}"
-    run, store = run_for("run", label, work.identity, options)
-    document = recorded(store, work.identity, options)
-    events.engine = work.plan.engine
-    if document is not None and document.status == "completed":
-        return _already_complete(work, run, store, document)
-    events.emit("start", message=work.line(store.uri), run=run.id, state=store.uri, total=work.summary.rows)
-    with open_session(job, run, store, work.identity, work.facts, options, events) as session:
-        ending, segments = Answering(work, session).run()
-        if ending is not Ending.PREEMPTED:
-            _write_results(settings, run, segments)
+    with Interrupts(headless=options.headless) as interrupts:
+        try:
+            with interrupts.preparation():
+                work = _work(settings, options, events)
+                label = f"{work.model.ref.spec}-{settings.data.stem}"
+                run, store = run_for("run", label, work.identity, options)
+                document = recorded(store, work.identity, options)
+                events.engine = work.plan.engine
+                if document is not None and document.status == "completed":
+                    return _already_complete(work, run, store, document)
+                line = work.line(store.uri)
+                events.emit("start", message=line, run=run.id, state=store.uri, total=work.summary.rows)
+            with open_session(job, run, store, work, options, events, interrupts) as session:
+                ending, segments = Answering(work, session).run()
+                if ending is not Ending.PREEMPTED:
+                    _write_results(settings, run, segments)
+        except Abandoned:
+            return unprepared(interrupts)
     message = f"{ending.value}: {Tally.of(segments).line(work.summary.rows)}"
     if ending is Ending.DONE:
         return Result(ending, f"{message}; {run.results}", f"head -n 1 {run.results}", run)

@@ -20,11 +20,11 @@ from spillover.errors import InputError, ModelError
 from spillover.jobs.checkpoint import KIND, read_checkpoint
 from spillover.jobs.data import FileSummary, Order, TrainingSet, check_file
 from spillover.jobs.events import Events
-from spillover.jobs.interrupts import Ending
-from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for
+from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
+from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
 from spillover.jobs.runs import JobFile, Run
 from spillover.jobs.schedule import Schedule, Steps
-from spillover.jobs.tune_loop import Training
+from spillover.jobs.tune_loop import Trained, Training
 from spillover.models import LoraConfig, Model, Tokenizer, parse, parse_targets, resolve
 from spillover.models import adapters as adapter_folders
 from spillover.models.lora import Adapter
@@ -162,24 +162,32 @@ def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFi
         LockContended: another process is at it.
         Superseded: another process took over.
     """
-    with ExitStack() as cleanup:
-        work = _work(settings, options, events, cleanup)
-        run, store = run_for("tune", settings.name, work.identity, options)
-        document = recorded(store, work.identity, options)
-        events.engine = work.plan.engine
-        if document is not None and document.status == "completed":
-            return _already_complete(work, run, store, document)
-        adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
-        events.emit(
-            "start", message=work.line(store.uri), run=run.id, state=store.uri, total=work.steps.total
-        )
-        with open_session(job, run, store, work.identity, work.facts, options, events) as session:
-            ending, trained = Training(work, session).run()
-        message = f"{ending.value} at step {len(trained.losses)} of {work.steps.total}"
-        if ending is not Ending.DONE:
-            return Result(ending, f"{message}; durable at {store.uri}", "the same command continues", run)
-        folder = adapter_folders.save(settings.name, trained.adapter, overwrite=settings.overwrite)
-        return Result(ending, f"{message}, final loss {trained.losses[-1]:.4f}; {folder}", _next(work), run)
+    with ExitStack() as cleanup, Interrupts(headless=options.headless) as interrupts:
+        try:
+            with interrupts.preparation():
+                work = _work(settings, options, events, cleanup)
+                run, store = run_for("tune", settings.name, work.identity, options)
+                document = recorded(store, work.identity, options)
+                events.engine = work.plan.engine
+                if document is not None and document.status == "completed":
+                    return _already_complete(work, run, store, document)
+                adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
+                line = work.line(store.uri)
+                events.emit("start", message=line, run=run.id, state=store.uri, total=work.steps.total)
+            session = open_session(job, run, store, work, options, events, interrupts)
+            ending, trained = Training(work, cleanup.enter_context(session)).run()
+        except Abandoned:
+            return unprepared(interrupts)
+        return _result(work, run, store, ending, trained)
+
+
+def _result(work: TuneWork, run: Run, store: Store, ending: Ending, trained: Trained) -> Result:
+    message = f"{ending.value} at step {len(trained.losses)} of {work.steps.total}"
+    if ending is not Ending.DONE:
+        return Result(ending, f"{message}; durable at {store.uri}", "the same command continues", run)
+    settings = work.settings
+    folder = adapter_folders.save(settings.name, trained.adapter, overwrite=settings.overwrite)
+    return Result(ending, f"{message}, final loss {trained.losses[-1]:.4f}; {folder}", _next(work), run)
 
 
 def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: ExitStack) -> TuneWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Trained", "Training"]
 
+SAVE_SECONDS = 300.0
+"""The most work that a slow model can lose, whatever the number of steps between checkpoints."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -42,8 +46,10 @@ class Training:
         self.work = work
         self.session = session
         self.record = self._new_record()
-        self._basis, self._trainer = self._restored()
+        with session.interrupts.preparation():
+            self._basis, self._trainer = self._restored()
         self._pace = Pace()
+        self._saved = time.monotonic()
 
     def run(self) -> tuple[Ending, Trained]:
         """Train; afterwards everything that was done is durable, and complete if it was all."""
@@ -75,7 +81,7 @@ class Training:
                     self._step()
                 quanta += 1
                 saver.check()
-                if self.record.step % self.work.settings.ckpt_every == 0:
+                if self._save_is_due():
                     self._save(saver)
         except Abandoned:
             self.session.events.emit("stage", stage="abandoned", message="the unfinished step is given up")
@@ -131,7 +137,12 @@ class Training:
         message = f"validation loss {loss:.4f} after step {step}"
         self.session.events.emit("stage", stage="validation", step=step, loss=loss, message=message)
 
+    def _save_is_due(self) -> bool:
+        overdue = time.monotonic() - self._saved > SAVE_SECONDS
+        return overdue or self.record.step % self.work.settings.ckpt_every == 0
+
     def _save(self, saver: Saver) -> None:
+        self._saved = time.monotonic()
         state, record = self._trainer.state(), msgspec.json.encode(self.record)
         progress = {"step": state.step, "total": self.work.steps.total, "loss": self.record.losses[-1]}
         owned = self.session.owned

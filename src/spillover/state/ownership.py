@@ -47,7 +47,10 @@ LOOK_SECONDS = 2.0
 """How often a challenger, and an owner without renewals, looks at the document."""
 
 Waiting = Callable[[Owner, float], None]
-"""Told once who owns the work and for how many seconds its silence will be watched."""
+"""Told at every look who owns the work and how many more seconds its silence will be watched.
+
+May raise to give up waiting; nothing was changed then.
+"""
 
 
 class State:
@@ -130,7 +133,6 @@ class State:
             try:
                 writer.install(partial(transitions.acquired, me=me, dead=document.owner, silent=silent))
             except Superseded:  # somebody else moved first: judge them
-                waiting = None
                 continue
             return Owned(self.store, writer, me, hold, self.lease_seconds)
 
@@ -149,10 +151,10 @@ class State:
                 return None
             except LockContended:
                 raise LockContended(alive, hint=hint) from None
-        if waiting is not None:
-            waiting(owner, document.lease_seconds)
         since, pulse = time.monotonic(), 0
-        while time.monotonic() - since < document.lease_seconds:
+        while (silence := time.monotonic() - since) < document.lease_seconds:
+            if waiting is not None:
+                waiting(owner, document.lease_seconds - silence)
             time.sleep(min(LOOK_SECONDS, document.lease_seconds / 10))
             now = self.read()
             if now is None or now.owner != owner or now.status != "running":

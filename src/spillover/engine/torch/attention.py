@@ -41,9 +41,9 @@ class Causal:
         packed = []
         for start, stop, count in self._runs():
             parts = (
-                heads[start:stop].unflatten(0, (count, -1)).transpose(1, 2)
+                heads[start:stop].view(count, -1, *heads.shape[1:]).transpose(1, 2)
             )  # [B, heads + 2 kv_heads, T, D]
-            mixed = self._attend(*parts.split((queries, self.kv_heads, self.kv_heads), dim=1))
+            mixed = self._attend(*torch.split(parts, [queries, self.kv_heads, self.kv_heads], dim=1))
             packed.append(mixed.transpose(1, 2).reshape(stop - start, -1))
         return packed[0] if len(packed) == 1 else torch.cat(packed)
 
@@ -131,7 +131,7 @@ class _Tile:
 
     def of(self, x: Tensor) -> Tensor:
         """The tile of ``[B, heads, T, D]`` as ``[B, kv, G, t, D]``, a view."""
-        return x[:, :, self.start : self.stop].unflatten(1, (-1, self.groups))
+        return x.view(len(x), -1, self.groups, *x.shape[2:])[:, :, :, self.start : self.stop]
 
     def group(self, x: Tensor) -> Tensor:
         """The tile of ``[B, heads, T, D]`` with a group's queries in one matrix, ``[B, kv, G t, D]``."""
@@ -140,7 +140,9 @@ class _Tile:
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """Softmax of the tile's scores, ``[B, kv, G t, keys]``."""
         scores = (self.group(q) * self.scale) @ k[:, :, self.first : self.stop].transpose(-1, -2)
-        scores.unflatten(2, (self.groups, -1)).masked_fill_(self.hidden, -torch.inf)
+        scores.view(*scores.shape[:2], self.groups, -1, scores.shape[-1]).masked_fill_(
+            self.hidden, -torch.inf
+        )
         return torch.softmax(scores, dim=-1)
 
 

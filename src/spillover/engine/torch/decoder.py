@@ -87,7 +87,7 @@ class Decoder:
         qkv = layer.qkv(rms_norm(x, norms.input_norm, config.rms_eps))
         heads = qkv.view(len(qkv), -1, config.head_dim)  # [N, heads + 2 kv_heads, D]
         if norms.q_norm is not None and norms.k_norm is not None:
-            q, k, v = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+            q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], dim=1)
             q, k = rms_norm(q, norms.q_norm, config.rms_eps), rms_norm(k, norms.k_norm, config.rms_eps)
             heads = torch.cat((q, k, v), dim=1)
         heads = rotate(heads, cos, sin, config.heads + config.kv_heads)

@@ -114,7 +114,8 @@ class TorchModel:
 
     def _targets(self, hidden: Tensor, tokens: Tensor, places: Tensor, top: int) -> Iterator[TokenLogprob]:
         """Score the tokens at `places`, a bounded number of logits at a time."""
-        for part in places.split(max(1, LOGIT_BYTES // (4 * self._weights.config.vocab_size))):
+        rows = max(1, LOGIT_BYTES // (4 * self._weights.config.vocab_size))
+        for part in torch.split(places, rows):
             logits = self._decoder.logits(hidden[part - 1]).float()
             yield from token_logprobs(logits, tokens[part].tolist(), top)
 

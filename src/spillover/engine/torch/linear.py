@@ -82,7 +82,8 @@ class Packed:
     @staticmethod
     def available() -> bool:
         """Whether this build of torch has oneDNN's linear operators."""
-        return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return bool(built) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @dataclass(frozen=True)

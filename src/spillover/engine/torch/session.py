@@ -83,7 +83,7 @@ class TorchSession:
         first = len(self._lengths)
 
         def attend(layer: int, heads: Tensor) -> Tensor:
-            for row, part in enumerate(heads[:, config.heads :].split(lengths), first):
+            for row, part in enumerate(torch.split(heads[:, config.heads :], lengths), first):
                 self._cache[layer, row, :, : len(part)] = part.transpose(0, 1)
             return causal(layer, heads)
 

@@ -212,7 +212,7 @@ class TorchTrainer:
         return torch.from_numpy(flat).to(self._device)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
+        pieces = torch.split(flat, [math.prod(shape) for shape in self._shapes.values()])
         return {
             name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
         }

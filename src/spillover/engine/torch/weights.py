@@ -89,7 +89,7 @@ class Weights:
         views = [self._view(f"{prefix}{part}.{kind}") for part in parts]
         shape = (sum(view.shape[0] for view in views), *views[0].shape[1:])
         fused = torch.empty(shape, dtype=self.dtype, device=self.device)
-        torch._foreach_copy_(list(fused.split([view.shape[0] for view in views])), views)
+        torch._foreach_copy_(list(torch.split(fused, [view.shape[0] for view in views])), views)
         return fused
 
     def _read(self, name: str) -> Tensor:
