@@ -189,7 +189,7 @@ def measure(
 
 def main() -> None:
     args, report = arguments(__doc__), Report()
-    rounds, loop = (2, Loop(1)) if args.quick else (9, Loop(BATCH))
+    rounds, loop = (1, Loop(1)) if args.quick else (9, Loop(BATCH))
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name, "peer.pt")
         measure(report, "local disk", str(Path(name, "state")), loop, scratch, rounds)

@@ -45,7 +45,8 @@ class Zygote:
         )
 
     def run(self, uri: str, log: Path, fault: tuple[int, str] | None = None, **options: Any) -> Outcome:
-        request = {"uri": uri, "log": str(log), "fault": fault, "options": options}
+        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        request = {"uri": uri, "log": str(log), "fault": fault, "options": options, "env": environment}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -89,6 +90,7 @@ def _child(run: Any, request: dict[str, Any], scratch: Path) -> int:
     from spillover.errors import SpillError
     from spillover.store import Fault, FaultyStore, open_store
 
+    os.environ.update(request["env"])
     out = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     class Recording(list):  # type: ignore[type-arg]

@@ -71,7 +71,7 @@ def test_fifty_steps_follow_peft_and_torch_adamw(llama):
     assert cosine(flat(mine), flat(yours, mine)) > 0.9999
 
 
-def test_the_update_is_torch_adamws_bit_for_bit(llama):
+def test_the_update_is_torch_adamws(llama):
     ours = trainer(llama[0], optimizer=Optimizer(clip=0.0))
     before = ours.state()
     ours.step(data(0), lr=3e-3)

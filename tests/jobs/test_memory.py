@@ -1,0 +1,43 @@
+"""Memory does not grow with the number of rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+ALLOWED_MB = 24
+
+MEASURE = """
+import sys
+from pathlib import Path
+from jobs.scenarios import run_job
+from spillover.jobs.events import peak_memory
+
+folder, model, rows = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+state = str(folder / f"state-{rows}")
+_, events = run_job(folder, model, data=folder / rows, state=state, stop_after=90)
+print(sum(event["event"] == "row" for event in events), peak_memory() / 1e6)
+"""
+
+
+@pytest.mark.slow
+def test_300000_rows_take_no_more_memory_than_3000(folder: Path, tiny: Path) -> None:
+    peaks = {}
+    for count in (3_000, 300_000):
+        name = f"{count}.jsonl"
+        with (folder / name).open("w") as file:
+            for n in range(count):
+                file.write(
+                    json.dumps({"custom_id": f"id-{n}", "prompt": f"row {n % 997}", "max_tokens": 2}) + "\n"
+                )
+        command = [sys.executable, "-c", MEASURE, str(folder), str(tiny), name]
+        out = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
+        answered, peak = out.split()
+        assert int(answered) >= 90
+        peaks[count] = float(peak)
+    assert peaks[300_000] - peaks[3_000] < ALLOWED_MB, peaks

@@ -1,0 +1,76 @@
+"""The README does what it says: its commands run as they are written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block(name: str) -> str:
+    """The shell commands between the markers ``name`` and ``end``."""
+    found = re.search(rf"<!-- {name} -->\n```sh\n(.*?)\n```\n<!-- end -->", README, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def shell(commands: str, folder: Path) -> str:
+    """Run commands as a reader's terminal would; their output, stdout and stderr together."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "SPILL_HOME": str(folder / "home")}
+    done = subprocess.run(
+        ["bash", "-c", commands],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def test_both_commands_set_up_everything_with_pip_alone() -> None:
+    for name, extra, last in (("main", "demo", "spill run"), ("test", "dev", "python -m pytest")):
+        steps = block(name).split(" && ")
+        assert steps[:2] == ["python3 -m venv .venv", ". .venv/bin/activate"]
+        assert steps[2] == f'pip install -q -c constraints.txt -e ".[{extra}]"'
+        assert steps[-1].startswith(last)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_main_command_ends_in_a_tuned_adapter_and_answers(tmp_path: Path) -> None:
+    steps = block("main").split(" && ")[3:]  # what comes before is this very environment
+    output = shell(" && ".join(steps), tmp_path)
+    assert (tmp_path / "home/adapters/tickets/adapter_config.json").exists()
+    found = re.search(r"48 of 48 rows, (\d+) of 48 as expected", output)
+    assert found is not None, output[-3000:]
+    assert int(found[1]) >= 34
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_story_of_a_kill_runs_as_written(tmp_path: Path) -> None:
+    output = shell(block("story"), tmp_path)
+    continued = re.search(r"continuing after step (\d+) of 120", output)
+    assert continued is not None, output[-3000:]
+    assert 10 <= int(continued[1]) < 120
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 48
+
+
+def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    exec(compile(found[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out == "{'step': 3}\n"
