@@ -1,5 +1,4 @@
-"""Generation on the demo model against ``transformers.generate``: same prompts, same batch, same number of
-tokens.
+"""Generation on the demo model against ``transformers.generate``: same prompts, batch and token count.
 
 The peer runs in bf16 and in float32 and the faster of the two counts. Everything runs in one process on the
 same threads; ours and the peer's runs alternate, and medians are compared.

@@ -1,5 +1,4 @@
-"""How benchmarks print and save: ``{measure: {"ours", "peer", "ratio", "unit"}}``, ratio above 1 when ours is
-better."""
+"""What benchmarks print, and the JSON they write: a ratio above 1 means that ours is better."""
 
 from __future__ import annotations
 

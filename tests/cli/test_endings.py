@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 import pytest
 
-from cli.command import ROWS, RUN, STEPS, TUNE, answers, current, same_tensors
+from cli.command import ROWS, RUN, STEPS, TUNE, answers, same_tensors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_preempted_tune_saves_and_exits_75(shell, whole, number):
     process = shell.start(*TUNE)
+    process.until("step")
+    follower = shell.start("tail", "--follow", "-n", "1000")
     process.until("step", 5)
     process.send(number)
-    first = process.end()
+    first, followed = process.end(), follower.end()
     assert first.code == 75
     assert first.kinds[-1] == "preempted"
+    lines = [line.split(maxsplit=1)[1] for line in followed.out.splitlines()]
+    assert sum(line.startswith("step ") for line in lines) == len(first.of("step"))
+    assert lines[-1].startswith("preempted  preempted at step ")
     done = first.of("step")[-1]["step"]
     assert first.of("checkpoint")[-1]["step"] == done < STEPS
     assert len(shell.losses()) == done
@@ -58,8 +58,9 @@ def test_preempted_before_the_work_begins_is_preempted_all_the_same(shell):
     assert "Traceback" not in outcome.err
 
 
-def test_of_two_processes_one_works_and_the_other_says_who(shell, whole):
-    processes = [shell.start(*TUNE) for _ in range(2)]
+def test_of_two_processes_one_works_and_the_other_says_who(shell):
+    words = [*TUNE, "--grad-accum", "16", "--steps", "20"]
+    processes = [shell.start(*words) for _ in range(2)]
     outcomes = [process.end() for process in processes]
     loser, winner = sorted(outcomes, key=lambda outcome: -outcome.code)
     assert (loser.code, winner.code) == (1, 0)
@@ -71,15 +72,17 @@ def test_of_two_processes_one_works_and_the_other_says_who(shell, whole):
     assert "--takeover" in line
     assert loser.kinds[-1] == "error"
     assert loser.of("step") == []
-    assert [event["step"] for event in winner.of("step")] == [*range(1, STEPS + 1)]
-    assert shell.losses() == whole.shell.losses()
+    assert [event["step"] for event in winner.of("step")] == [*range(1, 21)]
+    assert shell.losses() == [event["loss"] for event in winner.of("step")]
 
 
-def test_takeover_fences_the_owner_off_and_no_step_is_counted_twice(shell, whole):
-    words = [*TUNE, "--state", "state"]
-    owner = shell.start(*words, "--grad-accum", "40")
+@pytest.mark.slow
+def test_takeover_fences_the_owner_off_and_no_step_is_counted_twice(shell):
+    words = [*TUNE, "--grad-accum", "40"]
+    owner = shell.start(*words)
     owner.until("checkpoint")
-    other = shell(*words, "--grad-accum", "40", "--takeover", "--stop-after", "1")
+    assert f"owner: process {owner.child.pid} on {socket.gethostname()}" in shell("status").out.splitlines()
+    other = shell(*words, "--takeover", "--stop-after", "2")
     fenced = owner.end()
     assert other.code == 0
     assert fenced.code == 1
@@ -87,75 +90,25 @@ def test_takeover_fences_the_owner_off_and_no_step_is_counted_twice(shell, whole
     assert line.startswith("spill: ")
     assert "generation 2" in line
     assert fenced.kinds[-1] == "error"
-    done = other.of("step")[-1]["step"]
-    assert len(current(shell.folder / "state", "ckpt").read("params.safetensors")) > 0
-    assert len(shell.losses(shell.folder / "state")) == done
-    by_step = {event["step"]: event["loss"] for event in fenced.of("step")}
-    assert by_step.get(done, other.of("step")[-1]["loss"]) == other.of("step")[-1]["loss"]
+    losses = shell.losses()
+    assert len(losses) == other.of("step")[-1]["step"] == other.of("restore")[0]["step"] + 2
+    told = {event["step"]: event["loss"] for event in fenced.of("step") + other.of("step")}
+    assert losses == [told[step] for step in range(1, len(losses) + 1)]
 
 
-class Listener(HTTPServer):
-    """Keeps what is posted to it."""
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[str, Any]] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/done"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Listener
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.posted.append((self.headers["Content-Type"], json.loads(body)))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    with Listener() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def test_the_end_is_told_to_a_url(shell, listener):
-    outcome = shell(*RUN, "--stop-after", "1", "--notify", listener.url)
-    assert outcome.code == 0
-    [(kind, document)] = listener.posted
-    assert kind == "application/json"
-    assert document["run"] == shell.run_folder("run").name
-    assert document["message"].startswith("stopped on purpose: ")
+def test_the_end_is_told_to_a_url(whole):
+    assert {kind for kind, _ in whole.posted} == {"application/json"}
+    told = {document["run"]: document["message"] for _, document in whole.posted}
+    assert told == {
+        outcome.of("done")[0]["run"]: outcome.of("done")[0]["message"] for outcome in (whole.tune, whole.run)
+    }
 
 
 def test_a_url_that_does_not_answer_fails_nothing(whole):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    for url in (f"http://127.0.0.1:{port}/", "nonsense"):
-        outcome = whole.shell(*RUN, "--notify", url)
-        assert outcome.code == 0
-        assert outcome.err.splitlines()[0].startswith(f"could not notify {url}: ")
-        assert f"already complete: {ROWS} of {ROWS} rows" in outcome.err
-
-
-def test_tail_follows_a_run_until_it_ends(shell):
-    process = shell.start(*TUNE)
-    process.until("step")
-    follower = shell.start("tail", "-f", "-n", "1000")
-    outcome, followed = process.end(), follower.end()
-    assert (outcome.code, followed.code) == (0, 0)
-    lines = [line.split(maxsplit=1)[1] for line in followed.out.splitlines()]
-    assert [line.split()[2] for line in lines if line.startswith("step ")] == [
-        str(n) for n in range(1, STEPS + 1)
-    ]
-    assert lines[-1].startswith(f"done       done at step {STEPS}")
+    url = f"http://127.0.0.1:{port}/"
+    outcome = whole.shell(*RUN, "--notify", url)
+    assert outcome.code == 0
+    assert outcome.err.splitlines()[0].startswith(f"could not notify {url}: ")
+    assert f"already complete: {ROWS} of {ROWS} rows" in outcome.err

@@ -267,9 +267,10 @@ def _perform(job: JobFile, options: dict[str, Any], events: Events) -> Result:
         raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run or tune")
     name = result.run.id if result.run else None
     if result.ending is Ending.PREEMPTED:
-        events.emit("preempted", message=result.message, run=name)
+        events.emit("preempted", message=result.message, run=name, signal=result.signal)
     else:
-        events.emit("done", message=result.message, complete=result.ending is Ending.DONE, run=name)
+        complete = result.ending is Ending.DONE
+        events.emit("done", message=result.message, run=name, complete=complete, seconds=events.seconds)
     return result
 
 

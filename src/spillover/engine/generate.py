@@ -1,7 +1,8 @@
 """Continuous batching: rows enter as slots free up, leave as they finish, and never wait for each other.
 
 Requests are pulled from their iterator only when a slot is free, so an input of any length stays out of
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Scheduler:
 
     `stream` makes the text stream that stop strings are looked for in; requests with ``stop`` need it.
     `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is
-    unfinished. ``prefilled`` and ``generated`` count tokens computed so far."""
+    unfinished. ``prefilled`` and ``generated`` count tokens computed so far.
+    """
 
     def __init__(
         self,
@@ -112,8 +114,7 @@ class Scheduler:
         return rows
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
-        """The next request that still has tokens to answer; one that is complete already goes to the
-        finished."""
+        """The next request with tokens left to answer; complete ones go to the finished."""
         for request in source:
             row = self._replay(request)
             if row.finish is None:
@@ -156,8 +157,7 @@ class Scheduler:
         self._choose(self._rows, logits)
 
     def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
-        """Append one token to each of `rows`, whose logits are in the same order, and release the
-        finished."""
+        """Append a token to each of `rows`, whose logits are in the same order, and release the finished."""
         greedy = logits.argmax() if any(row.request.sampling.temperature == 0 for row in rows) else None
         for place, row in enumerate(rows):
             sampling = row.request.sampling

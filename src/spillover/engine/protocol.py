@@ -29,8 +29,7 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
-    off."""
+    """How a token is chosen: temperature 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -45,7 +44,8 @@ class Request:
 
     ``tokens`` is the prompt and ``generated`` what an earlier run already answered; both are prefilled, and
     ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports
-    the chosen token alone, -1 nothing)."""
+    the chosen token alone, -1 nothing).
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -87,7 +87,8 @@ class Work:
 
     ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train),
     ``sequence`` the most tokens a row may have, prompt and answer together. ``numerics`` and ``device`` None
-    mean: choose."""
+    mean: choose.
+    """
 
     kind: Kind
     batch: int
@@ -170,8 +171,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) and clipping by global
-    norm.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), and clipping.
 
     ``clip`` 0 turns clipping off.
     """
@@ -205,8 +205,7 @@ class TrainState:
 
 
 class Trainer(Protocol):
-    """A LoRA tune in memory. An exception at any instruction leaves the state before or after a whole
-    step."""
+    """A LoRA tune in memory; an exception at any instruction leaves a whole number of steps."""
 
     protected: Callable[[], AbstractContextManager[object]]
 

@@ -1,7 +1,8 @@
 """The choice of the next token, on numpy, alike for every engine.
 
 Randomness is a pure function of (seed, row id, token index): a row's answer depends neither on its batch
-mates nor on where an earlier run was stopped."""
+mates nor on where an earlier run was stopped.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +59,7 @@ def distribution(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.intp] |
 
 
 def sample(logits: Floats, sampling: Sampling, u: float) -> int:
-    """The token whose share of [0, 1), in order of token ids, holds `u` (inverse of the cumulative
-    distribution)."""
+    """The token whose share of [0, 1), in order of ids, holds `u`: the inverse cumulative distribution."""
     kept, probabilities = distribution(logits, sampling)
     cumulative = np.cumsum(probabilities, dtype=np.float64)
     place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
@@ -69,8 +69,7 @@ def sample(logits: Floats, sampling: Sampling, u: float) -> int:
 
 
 def _nucleus(probabilities: Floats, top_p: float) -> float:
-    """The smallest probability inside the smallest set whose sum reaches `top_p`; 0 when that is
-    everything."""
+    """The least probability in the smallest set that sums to `top_p`; 0 when that is everything."""
     if top_p >= 1:
         return 0.0
     ordered = np.sort(probabilities)[::-1]

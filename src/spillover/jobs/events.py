@@ -10,8 +10,8 @@ Every event has ``event``, ``time`` (Unix seconds), ``command``, ``step``, ``los
 ``row``         one finished row: ``custom_id``, ``total``, ``finish``
 ``checkpoint``  ``uri``: what was reported before this is durable
 ``stage``       a named part of the work: ``stage``, ``message``
-``preempted``   ``signal``, ``abandoned``; the process exits 75
-``done``        ``complete``, ``seconds``, ``message``
+``preempted``   ``signal``, ``run``, ``message``; the process exits 75
+``done``        ``complete``, ``seconds``, ``run``, ``message``
 ``error``       ``message``, ``hint``
 ==============  ============================================================================
 """
@@ -42,6 +42,12 @@ class Events:
         self.command = command
         self.engine: str | None = None
         self._sinks = [*sinks]
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the command began."""
+        return round(time.monotonic() - self._started, 3)
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)

@@ -13,6 +13,7 @@ both exit 130.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from typing import Any
 __all__ = ["Abandoned", "Ending", "Interrupts"]
 
 GRACE_SECONDS = 15.0
+NOTICE = b"\nfinishing what is under way and saving it; once more gives it up\n"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -116,6 +118,8 @@ class Interrupts:
             if self._worthless:
                 raise Abandoned
             signal.setitimer(signal.ITIMER_REAL, self.grace)
+            if not self.headless:
+                os.write(2, NOTICE)  # a plain system call: the handler may have interrupted a print
             return
         self.give_up = not self.headless
         self._late(number, frame)

@@ -72,29 +72,48 @@ class JobOptions:
 
 
 class Work(Protocol):
-    """Checked inputs of a job: what it is, and what its manifest says beside that."""
+    """Checked inputs of a job."""
 
     @property
-    def identity(self) -> Identity: ...
+    def identity(self) -> Identity:
+        """What makes it the same work on any engine and machine."""
+        ...
 
     @property
-    def facts(self) -> dict[str, Any]: ...
+    def facts(self) -> dict[str, Any]:
+        """What the run's manifest says beside the identity."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """How many quanta there are in all."""
+        ...
+
+    def line(self, state: str) -> str:
+        """The line before the work: what, with what, how much, where to."""
+        ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: one line for people, the command to type next, and the run if one was begun."""
+    """How a job ended: one line for people, the command to type next, and the run if one was begun.
+
+    ``signal`` names the signal that ended it, if one did.
+    """
 
     ending: Ending
     message: str
     next: str | None
     run: Run | None
+    signal: str | None = None
 
 
 def unprepared(interrupts: Interrupts) -> Result:
     """The result of a job that a signal stopped before it had begun anything."""
     ending = interrupts.ending or Ending.PREEMPTED
-    return Result(ending, f"{ending.value} before the work began", "the same command begins it", None)
+    return Result(
+        ending, f"{ending.value} before the work began", "the same command begins it", None, interrupts.signal
+    )
 
 
 @dataclass
@@ -145,12 +164,12 @@ def recorded(store: Store, identity: Identity, options: JobOptions) -> Control |
 
 def reporter(events: Events) -> Callable[[str, int, int], None]:
     """A progress callback for expanding, downloading and hashing models: an event each half second."""
-    last = 0.0
+    last = time.monotonic()
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last > 0.5 or done == total:
+        if now - last > 0.5:
             last = now
             message = f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
             events.emit("stage", stage="model", message=message, done=done, total=total)
@@ -168,7 +187,7 @@ def open_session(
     events: Events,
     interrupts: Interrupts,
 ) -> Iterator[Session]:
-    """Own the state and record the run; release and record how it was left at the end.
+    """Own the state, record the run and say so; release and record how it was left at the end.
 
     Raises:
         Abandoned: a signal came while another owner's silence was being watched.
@@ -191,6 +210,8 @@ def open_session(
     with state.acquire(work.identity, takeover=options.takeover, waiting=waiting) as owned:
         run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
+        line = work.line(store.uri)
+        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"
         try:

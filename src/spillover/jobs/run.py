@@ -139,6 +139,11 @@ class RunWork:
             "plan": self.plan.why,
         }
 
+    @property
+    def total(self) -> int:
+        """Rows in all."""
+        return self.summary.rows
+
     def line(self, state: str) -> str:
         """The line before the work: what, with what, how much, where to."""
         s = self.settings
@@ -170,18 +175,17 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
                 events.engine = work.plan.engine
                 if document is not None and document.status == "completed":
                     return _already_complete(work, run, store, document)
-                line = work.line(store.uri)
-                events.emit("start", message=line, run=run.id, state=store.uri, total=work.summary.rows)
             with open_session(job, run, store, work, options, events, interrupts) as session:
                 ending, segments = Answering(work, session).run()
                 if ending is not Ending.PREEMPTED:
                     _write_results(settings, run, segments)
         except Abandoned:
             return unprepared(interrupts)
-    message = f"{ending.value}: {Tally.of(segments).line(work.summary.rows)}"
+    message = f"{ending.value}: {Tally.of(segments).line(work.total)}"
     if ending is Ending.DONE:
         return Result(ending, f"{message}; {run.results}", f"head -n 1 {run.results}", run)
-    return Result(ending, f"{message}; durable at {store.uri}", "the same command continues", run)
+    message += f"; durable at {store.uri}"
+    return Result(ending, message, "the same command continues", run, interrupts.signal)
 
 
 def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork:

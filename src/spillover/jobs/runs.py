@@ -14,6 +14,7 @@ function of what the work is, so the same command finds the same run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -28,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from spillover.errors import InputError
+from spillover.errors import InputError, StoreError, StoreFull
 from spillover.jobs.events import Event
 from spillover.state import Identity
 
@@ -132,7 +133,10 @@ class Run:
             if not self.folder.is_dir():
                 return
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._events = os.open(self.folder / "events.jsonl", flags, 0o644)
+            with contextlib.suppress(OSError):
+                self._events = os.open(self.folder / "events.jsonl", flags, 0o644)
+        if self._events is None:
+            return
         with contextlib.suppress(OSError):  # a full disk must not end the work; the state says so itself
             os.write(self._events, msgspec.json.encode(event) + b"\n")
 
@@ -192,7 +196,23 @@ def write_job(path: Path, job: JobFile) -> None:
 
 
 def atomic_file(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write ``path`` all at once: readers see the old file or the whole new one."""
+    """Write ``path`` all at once: readers see the old file or the whole new one.
+
+    Raises:
+        StoreFull: there is no room for it.
+        StoreError: it cannot be written for another reason.
+    """
+    try:
+        _replaced(path, pieces)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                f"no space left for {path}", hint="free some space and run the same command again"
+            ) from error
+        raise StoreError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _replaced(path: Path, pieces: Iterable[bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:

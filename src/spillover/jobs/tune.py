@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,11 @@ class TuneWork:
             "plan": self.plan.why,
         }
 
+    @property
+    def total(self) -> int:
+        """Optimizer steps in all."""
+        return self.steps.total
+
     def line(self, state: str) -> str:
         """The line before the work: what, with what, how much, where to."""
         s, longest = self.settings, int(self.examples.lengths.max())
@@ -172,13 +177,12 @@ def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFi
                 if document is not None and document.status == "completed":
                     return _already_complete(work, run, store, document)
                 adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
-                line = work.line(store.uri)
-                events.emit("start", message=line, run=run.id, state=store.uri, total=work.steps.total)
             session = open_session(job, run, store, work, options, events, interrupts)
             ending, trained = Training(work, cleanup.enter_context(session)).run()
         except Abandoned:
             return unprepared(interrupts)
-        return _result(work, run, store, ending, trained)
+        result = _result(work, run, store, ending, trained)
+        return replace(result, signal=interrupts.signal)
 
 
 def _result(work: TuneWork, run: Run, store: Store, ending: Ending, trained: Trained) -> Result:
@@ -246,4 +250,4 @@ def _is_installed(name: str, adapter: Adapter) -> bool:
 
 
 def _next(work: TuneWork) -> str:
-    return f"spill run {work.model.ref.base}+{work.settings.name} prompts.jsonl"
+    return f"spill run {work.model.ref.base}+{work.settings.name} sample"

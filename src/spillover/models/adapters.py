@@ -84,15 +84,16 @@ def save(name: str, adapter: Adapter, *, overwrite: bool = False) -> Path:
 def write(folder: Path, adapter: Adapter) -> None:
     """Write the files of `adapter` into `folder`, the configuration last."""
     import numpy as np
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     peft = {}
     for key, tensor in adapter.tensors.items():
         stem, side = key.rsplit(".lora_", 1)
         peft[f"base_model.model.model.{stem}.lora_{side.upper()}.weight"] = np.ascontiguousarray(tensor.T)
-    save_file(peft, folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+    # Not save_file, which does not raise OSError when the disk is full.
+    (folder / PEFT_WEIGHTS).write_bytes(save(peft, metadata={"format": "pt"}))
     mlx = {f"model.{key}": np.ascontiguousarray(tensor) for key, tensor in adapter.tensors.items()}
-    save_file(mlx, folder / MLX_WEIGHTS, metadata={"format": "mlx"})
+    (folder / MLX_WEIGHTS).write_bytes(save(mlx, metadata={"format": "mlx"}))
     text = json.dumps(_document(adapter), indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """Attention over packed sequences (prefill, scoring, training) and of one token per row against the cache.
 
 Queries, keys and values come as one tensor, ``[N, heads + 2 kv_heads, D]``. Query heads that share a key head
-are adjacent, so that grouping them turns attention into larger products over fewer keys."""
+are adjacent, so that grouping them turns attention into larger products over fewer keys.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +41,8 @@ class Causal:
         queries = heads.shape[1] - 2 * self.kv_heads
         packed = []
         for start, stop, count in self._runs():
-            parts = (
-                heads[start:stop].view(count, -1, *heads.shape[1:]).transpose(1, 2)
-            )  # [B, heads + 2 kv_heads, T, D]
+            # [B, heads + 2 kv_heads, T, D]
+            parts = heads[start:stop].view(count, -1, *heads.shape[1:]).transpose(1, 2)
             mixed = self._attend(*torch.split(parts, [queries, self.kv_heads, self.kv_heads], dim=1))
             packed.append(mixed.transpose(1, 2).reshape(stop - start, -1))
         return packed[0] if len(packed) == 1 else torch.cat(packed)
@@ -77,13 +77,13 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
     ``q`` ``[n, kv, G, D]``, ``k`` and ``v`` ``[n, kv, L, D]``, ``bias`` ``[n, 1, 1, L]`` (0 or minus
     infinity). The grouping makes torch's kernel read each key once; with one query per head it reads it G
-    times."""
+    times.
+    """
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 class _TiledCausal(torch.autograd.Function):
-    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k``, ``v`` ``[B, kv, T, D]``, a tile of queries
-    at a time.
+    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k`` and ``v`` ``[B, kv, T, D]``, in tiles.
 
     The backward recomputes each tile's probabilities. torch's own CPU kernel takes three times as long there.
     """
@@ -140,9 +140,8 @@ class _Tile:
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """Softmax of the tile's scores, ``[B, kv, G t, keys]``."""
         scores = (self.group(q) * self.scale) @ k[:, :, self.first : self.stop].transpose(-1, -2)
-        scores.view(*scores.shape[:2], self.groups, -1, scores.shape[-1]).masked_fill_(
-            self.hidden, -torch.inf
-        )
+        by_query = scores.view(*scores.shape[:2], self.groups, -1, scores.shape[-1])
+        by_query.masked_fill_(self.hidden, -torch.inf)
         return torch.softmax(scores, dim=-1)
 
 

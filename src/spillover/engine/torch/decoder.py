@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Linears(Protocol):
-    """Makes the linear layers of a model; `name` is a key of `FUSED` in a layer, or ``head``, whose layer is
-    -1."""
+    """Makes a model's linear layers; `name` is a key of `FUSED`, or ``head`` with layer -1."""
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         """The layer that multiplies by `weight`, ``[out, in]``."""

@@ -1,7 +1,8 @@
 """What this machine computes with, how fast, and how much memory it may take.
 
 Speeds are measured once per machine and torch build (about a second) and kept in ``SPILL_HOME``, so that
-plans and kernel choices stay the same from run to run."""
+plans and kernel choices stay the same from run to run.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,7 @@ def pick_device(wanted: str | None) -> torch.device:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that a plan may take on `device`: 75 % of its memory, or of the cgroup's limit when that is
-    lower."""
+    """Bytes that a plan may take on `device`: 75 % of its memory, or of a lower cgroup limit."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -2,7 +2,8 @@
 
 The key is (seed, step, sequence of the step, layer, module), so that neither a resume nor the split of a step
 into micro-batches and passes changes it. Bits come from Philox (Salmon et al., SC11) through numpy, alike on
-every device."""
+every device.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,7 @@ _LEVELS = 1 << 16
 
 @dataclass
 class Dropout:
-    """Masks for the pass in hand: the trainer sets `step` and `sequences`, (number in the step, tokens)
-    each."""
+    """Masks for the pass in hand; `sequences` are (number within the step, tokens) pairs."""
 
     rate: float
     seed: int

@@ -16,6 +16,7 @@ from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.device import measured
 from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linear, Packed, PackedGate
 from spillover.engine.torch.lora import Span, adapter_matrices, fuse, spans
+from spillover.engine.torch.packing import pack
 from spillover.engine.torch.plan import DTYPES, LOGIT_BYTES, make_plan
 from spillover.engine.torch.session import TorchSession, token_logprobs
 from spillover.engine.torch.train import TorchTrainer
@@ -100,16 +101,14 @@ class TorchModel:
     def _score(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], top: int
     ) -> list[list[TokenLogprob]]:
-        lengths = [len(sequence) for sequence in sequences]
-        device = self._weights.device
-        tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        config = self._weights.config
-        attention = Causal(lengths, config.kv_heads, config.sliding_window)
-        hidden = self._decoder.hidden(tokens, positions, max(lengths), attention)
-        firsts = itertools.accumulate(lengths, initial=0)
-        places = [torch.arange(first + start, first + n) for first, start, n in zip(firsts, starts, lengths)]  # noqa: B905
-        scored = self._targets(hidden, tokens, torch.cat(places).to(device), top)
+        config, stream = self._weights.config, pack(sequences, self._weights.device)
+        attention = Causal(stream.lengths, config.kv_heads, config.sliding_window)
+        hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attention)
+        places, first = [], 0
+        for sequence, start in zip(sequences, starts, strict=True):
+            places.append(torch.arange(first + start, first + len(sequence), device=hidden.device))
+            first += len(sequence)
+        scored = self._targets(hidden, stream.tokens, torch.cat(places), top)
         return [list(itertools.islice(scored, len(part))) for part in places]
 
     def _targets(self, hidden: Tensor, tokens: Tensor, places: Tensor, top: int) -> Iterator[TokenLogprob]:

@@ -1,7 +1,8 @@
 """Frozen linear layers for inference: plain, packed for oneDNN, and with an adapter on top.
 
 A decode step is a long row of small operators, so what surrounds a product goes into it where the kernel
-allows: the residual, the gate."""
+allows: the residual, the gate.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Packed:
     """`Dense` with the weight laid out once the way oneDNN's kernels read it.
 
     torch uses the same operators when its compiler freezes a model for the CPU. The layout is chosen for a
-    number of rows but takes any."""
+    number of rows but takes any.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 16) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)

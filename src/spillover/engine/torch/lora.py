@@ -1,5 +1,4 @@
-"""LoRA (Hu et al., arXiv 2106.09685) beside fused frozen linear layers: names, fusing, and the trainable
-product."""
+"""LoRA (Hu et al., arXiv 2106.09685) beside frozen linear layers that are fused."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def fuse(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """One pair of matrices for all adapters of a fused layer: ``[in, R]``, and ``[R, outputs]`` with `scale`
-    in it.
+    """All adapters of a fused layer as one pair: ``[in, R]``, and ``[R, outputs]`` with `scale` in it.
 
     The second is block-diagonal: each adapter reaches its own columns.
     """
@@ -79,8 +77,7 @@ def adapter_matrices(
 
 @dataclass
 class LoraLinear:
-    """A frozen fused linear layer with trainable float32 adapters; the trainer binds `a` and `b` before a
-    step."""
+    """A frozen fused layer with trainable float32 adapters; the trainer binds `a` and `b` before a step."""
 
     layer: int
     weight: Tensor  # [out, in]
@@ -108,7 +105,8 @@ class _LoraProduct(torch.autograd.Function):
     """``x @ W.T + bias + scale * dropout(x) @ a @ b`` with gradients of ``x``, ``a`` and ``b`` only.
 
     The input is saved once for all adapters of the layer; products run in its dtype, and the adapters'
-    gradients leave as float32. Dropout masks are made again in the backward."""
+    gradients leave as float32. Dropout masks are made again in the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LoraLinear, *leaves: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Cross-entropy over a large vocabulary without the full logits: targets go through the head a chunk at a
-time.
+"""Cross-entropy over a large vocabulary, a chunk of targets at a time, without the full logits.
 
 The gradient of the hidden states is computed beside the loss, while a chunk's logits are at hand, as in Liger
-Kernel (Hsu et al., arXiv 2410.10989)."""
+Kernel (Hsu et al., arXiv 2410.10989).
+"""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], head).float()  # [rows, V]
+            # relative to the best, because a float32 near 30 has lost two more digits than one near 0
+            logits -= logits.amax(dim=-1, keepdim=True)
             chosen = targets[part].unsqueeze(1)
             norm = torch.logsumexp(logits, dim=-1, keepdim=True)
             total += (norm - logits.gather(1, chosen)).sum()

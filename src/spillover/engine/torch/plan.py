@@ -10,6 +10,7 @@ import torch
 from spillover.engine.protocol import Numerics, Plan, Work
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
 from spillover.engine.torch.lora import parameters
+from spillover.engine.torch.packing import whole
 from spillover.errors import EngineError
 
 if TYPE_CHECKING:
@@ -119,10 +120,11 @@ def _fit_training(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list
         ("adapter", 4 * 10 * parameters(sizes.config, work.lora)),
         ("loss", 3 * LOGIT_BYTES + _RUNTIME),
     ]
-    sequence = sizes.saved_token() * work.sequence
+    longest = whole(work.sequence)
+    sequence = sizes.saved_token() * longest
     room = limit - sum(size for _, size in fixed)
     together = max(1, min(work.batch, room // sequence))
-    return work.batch, together * work.sequence, [*fixed, ("activations", together * sequence)]
+    return work.batch, together * longest, [*fixed, ("activations", together * sequence)]
 
 
 def _gb(size: int) -> str:

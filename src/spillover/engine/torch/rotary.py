@@ -1,5 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), halves layout, with Llama 3's frequency
-scaling."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) with Llama 3's frequency scaling."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, rule: dict[str, Any]) -> Tensor:
-    """Slow frequencies divided by ``factor``, fast ones kept, those between interpolated (the Llama 3.1
-    report)."""
+    """Slow frequencies divided by ``factor``, fast ones kept, those between interpolated (Llama 3.1)."""
     low, high = float(rule["low_freq_factor"]), float(rule["high_freq_factor"])
     context = float(rule["original_max_position_embeddings"])
     wavelength = 2 * math.pi / inverse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from spillover.engine.protocol import Floats, Ids, TokenLogprob
 from spillover.engine.torch.attention import Causal, grouped, visible
 from spillover.engine.torch.decoder import Decoder
+from spillover.engine.torch.packing import pack
 
 # Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
 _STRIDE = 32
@@ -74,20 +74,19 @@ class TorchSession:
     @torch.inference_mode()
     def admit(self, prompts: Sequence[Sequence[int]]) -> TorchLogits:
         """Prefill `prompts` as rows n, n + 1, ...; logits of their last tokens."""
+        config, device = self._decoder.config, self._decoder.device
         lengths = [len(prompt) for prompt in prompts]
-        device = self._decoder.device
-        tokens = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        config = self._decoder.config
-        causal = Causal(lengths, config.kv_heads, config.sliding_window)
+        stream = pack(prompts, device)
+        causal = Causal(stream.lengths, config.kv_heads, config.sliding_window)
         first = len(self._lengths)
 
         def attend(layer: int, heads: Tensor) -> Tensor:
-            for row, part in enumerate(torch.split(heads[:, config.heads :], lengths), first):
+            parts = torch.split(heads[: sum(lengths), config.heads :], lengths)
+            for row, part in enumerate(parts, first):
                 self._cache[layer, row, :, : len(part)] = part.transpose(0, 1)
             return causal(layer, heads)
 
-        hidden = self._decoder.hidden(tokens, positions, max(lengths), attend)
+        hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attend)
         self._lengths += lengths
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         return TorchLogits(self._decoder.logits(hidden[last]))
@@ -128,8 +127,7 @@ class TorchSession:
         self._lengths.pop()
 
     def _layer_views(self, rows: int, seen: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: the cache as vectors, and the keys and values that `rows` rows see. Kept while they
-        last."""
+        """Per layer: the cache as vectors, and the keys and values that `rows` rows see."""
         if self._seen != (rows, seen):
             self._seen = (rows, seen)
             self._views = [

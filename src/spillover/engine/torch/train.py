@@ -6,7 +6,8 @@ writes new arrays and then puts them in place with a single assignment. The pric
 adapter's state.
 
 Given the same state, micro-batches and thread count, a step is bit for bit the same: no random stream is
-carried, and no kernel is chosen by timing."""
+carried, and no kernel is chosen by timing.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from spillover.engine.torch.dropout import Dropout
 from spillover.engine.torch.linear import Dense, FusedGate, Gate, Linear
 from spillover.engine.torch.lora import LoraLinear, adapter_matrices, spans
 from spillover.engine.torch.loss import cross_entropy_sum
+from spillover.engine.torch.packing import whole
 from spillover.engine.torch.plan import LOGIT_BYTES
 from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError
@@ -48,7 +50,10 @@ class _State:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One unpadded training sequence and its number within the step."""
+    """One training sequence, padded to a `whole` length, and its number within the step.
+
+    Padding comes last, so under a causal mask no token sees it, and it is no target.
+    """
 
     number: int
     tokens: Tensor  # int64 [T]
@@ -133,8 +138,7 @@ class TorchTrainer:
         self._state = _State(params, m, v, state.step)
 
     def _bind(self, params: Tensor, grad: Tensor | None) -> None:
-        """Give every linear layer its adapters: leaves that are views of `params`, their gradients of
-        `grad`."""
+        """Give every layer its adapters: leaves that are views of `params`, with gradients in `grad`."""
         leaves = self._views(params.detach())
         gradients = self._views(grad) if grad is not None else {}
         for name, leaf in leaves.items():
@@ -151,7 +155,9 @@ class TorchTrainer:
             for tokens, mask, length in zip(batch.tokens, batch.mask, batch.lengths, strict=True):
                 targets = np.flatnonzero(mask[:length])
                 targets = targets[targets > 0]  # nothing predicts the first token
-                parts = (torch.from_numpy(x).to(self._device) for x in (tokens[:length], targets))
+                padded = np.zeros(whole(int(length)), np.int64)
+                padded[:length] = tokens[:length]
+                parts = (torch.from_numpy(x).to(self._device) for x in (padded, targets))
                 rows.append(_Sequence(number, *parts))
                 number += 1
             result.append(rows)

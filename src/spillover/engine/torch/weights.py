@@ -53,8 +53,7 @@ class Weights:
 
     @cached_property
     def embedding(self) -> Tensor:
-        """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree, so it costs no
-        memory."""
+        """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree."""
         return self._view("model.embed_tokens.weight").to(self.device, self.dtype)
 
     @property

@@ -185,7 +185,7 @@ def _open(path: Path) -> _Counted:
             raise InputError(f"{path}: is not a regular file", hint="write the rows to a file first")
         return _Counted(path)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file", hint="spill example prompts > prompts.jsonl") from None
+        raise InputError(f"{path}: no such file", hint="spill example prompts") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{str(path)!r}: cannot be opened: {reason}") from None

@@ -101,7 +101,7 @@ def rows_of(lines: JsonLines, *, start: int = 0) -> Iterator[Row]:
         except Fault as fault:
             raise lines.error(number, fault.message, hint=fault.hint) from None
     if index < 0:
-        raise lines.error(1, "the file has no rows", hint="spill example prompts > prompts.jsonl")
+        raise lines.error(1, "the file has no rows", hint="spill example prompts")
 
 
 def unfit(row: Row, purpose: Purpose) -> Fault | None:
