@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from models.folders import CHATML, LLAMA3, MISTRAL, QWEN, write_tokenizer
 from spillover.errors import ModelError
 from spillover.models import Tokenizer
+from spillover.models.chat import TODAY
 
 USER = {"role": "user", "content": "What is the weather in Rome? <b>&'\"</b> 🙂"}
 REPLY = {"role": "assistant", "content": "Sunny, 25°C."}
@@ -48,7 +50,15 @@ def peer(folder: Path) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "whole"])
-def test_rendering_and_ids_equal_transformers(template, messages, tools, prompt, tmp_path) -> None:
+def test_rendering_and_ids_equal_transformers(
+    template, messages, tools, prompt, tmp_path, monkeypatch
+) -> None:
+    class Fixed(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(TODAY.year, TODAY.month, TODAY.day)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
     folder = write_tokenizer(tmp_path, template)
     ours, theirs = Tokenizer(folder), peer(folder)
     text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)

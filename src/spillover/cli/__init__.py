@@ -19,19 +19,31 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     sys.argv[1:] = [argument for argument in arguments if argument != "--debug"]
-    from spillover.cli.app import app  # after --debug is known, so that nothing is imported in vain
+    import typer
+
+    from spillover.cli.app import app, usage_error
 
     try:
-        app()
+        code = app(standalone_mode=False)
     except SpillError as error:
         if debug:
             raise
-        from spillover.cli.terminal import error_line
-
-        print(error_line(error), file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(_told(error)) from None
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except typer.TyperException as error:
+        raise SystemExit(_told(usage_error(error))) from None
     finally:
         _flush()
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _told(error: SpillError) -> int:
+    """Say an error in one line; returns the exit code."""
+    from spillover.cli.terminal import error_line
+
+    print(error_line(error), file=sys.stderr)
+    return 1
 
 
 def _flush() -> None:

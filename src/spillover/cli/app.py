@@ -8,12 +8,13 @@ import typer
 
 from spillover import __version__
 from spillover.cli import catalog, inspect, jobs, machine, prepare
+from spillover.errors import InputError
 
-__all__ = ["app"]
+__all__ = ["app", "usage_error"]
 
 app = typer.Typer(
     name="spill",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("run")(jobs.run)
 app.command("tune")(jobs.tune)
 app.command("resume")(jobs.resume)
+app.command("stop")(inspect.stop)
 app.command("status")(inspect.status)
 app.command("tail")(inspect.tail)
 app.command("runs")(inspect.runs)
@@ -34,6 +36,13 @@ app.command("example")(prepare.example)
 app.command("doctor")(machine.doctor)
 
 
+def usage_error(error: typer.TyperException) -> InputError:
+    """The parser's complaint as an error like all others, with the help to read."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return InputError(message, hint=f"{context.command_path if context else 'spill'} --help")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"spillover {__version__}")
@@ -42,8 +51,11 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """LLM post-training work that no interruption can take away."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())

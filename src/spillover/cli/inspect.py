@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spillover.jobs.runs import Manifest
     from spillover.state import Control
 
-__all__ = ["runs", "status", "tail"]
+__all__ = ["runs", "status", "stop", "tail"]
 
 POLL_SECONDS = 0.5
 
@@ -26,15 +26,10 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="The control object as it is.")] = False,
 ) -> None:
     """Say where some work stands: who owns it, how far it is, what is durable."""
-    from spillover.jobs.runs import find_run
     from spillover.state import State
     from spillover.store import open_store
 
-    uri = what if what is not None and ("://" in what or (Path(what) / "control.json").exists()) else None
-    if uri is None:
-        manifest = find_run(what).manifest()
-        assert manifest is not None  # a run without one is not found
-        uri = manifest.state
+    uri = _state_uri(what)
     document = State(open_store(uri)).read()
     if document is None:
         raise InputError(f"nothing was ever started at {uri}", hint="spill runs")
@@ -45,6 +40,21 @@ def status(
         return
     for line in _status_lines(document, uri):
         print(line)
+
+
+def stop(
+    what: Annotated[
+        str | None, typer.Argument(metavar="RUN|URI", help="A run or a state; the newest run.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Shown to the owner.")] = "asked to stop",
+) -> None:
+    """Ask whoever works on something to stop at the next boundary, with everything durable."""
+    from spillover.state import State
+    from spillover.store import open_store
+
+    uri = _state_uri(what)
+    State(open_store(uri)).quiesce(reason)
+    print(f"asked: the owner of {uri} stops after its present step or row")
 
 
 def runs(limit: Annotated[int, typer.Option(help="How many, newest first.")] = 20) -> None:
@@ -80,6 +90,17 @@ def tail(
         for event in events[seen:]:
             print(_event_line(event), flush=True)
         seen = len(events)
+
+
+def _state_uri(what: str | None) -> str:
+    """The state that a run's name, a path or a URI stands for."""
+    from spillover.jobs.runs import find_run
+
+    if what is not None and ("://" in what or (Path(what) / "control.json").exists()):
+        return what
+    manifest = find_run(what).manifest()
+    assert manifest is not None  # a run without one is not found
+    return manifest.state
 
 
 def _status_lines(document: Control, uri: str) -> list[str]:

@@ -107,6 +107,7 @@ class Answering:
 
     def _answer(self, scheduler: Scheduler, saver: Saver) -> Ending:
         completions = scheduler.run(self._begin())
+        self._pace = Pace()
         try:
             while True:
                 with self.session.interrupts.quantum():

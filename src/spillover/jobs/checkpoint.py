@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["KIND", "Range", "TuneRecord", "read_checkpoint", "write_checkpoint"]
 
 KIND = "ckpt"
+SCHEMA = 1
 PARAMS, OPT, STATE = "params.safetensors", "opt.safetensors", "state.json"
 
 
@@ -73,7 +74,7 @@ class TuneRecord(msgspec.Struct):
     losses: list[float] = []
     validation: list[tuple[int, float]] = []
     history: list[Range] = []
-    schema: int = 1
+    schema: int = SCHEMA
     kind: str = "tune"
 
     def begin_range(self, plan: Plan, version: str) -> None:
@@ -115,9 +116,15 @@ def read_checkpoint(payload: Payload) -> tuple[TuneRecord, TrainState]:
     Raises:
         Corrupt: a file is damaged, or the record and the manifest disagree.
     """
-    record = msgspec.json.decode(payload.read(STATE), type=TuneRecord)
+    where = f"{payload.reference.folder}/{STATE}"
+    try:
+        record = msgspec.json.decode(payload.read(STATE), type=TuneRecord)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"{where} is of a version that this spillover does not read: {error}") from error
+    if record.schema > SCHEMA:
+        raise Corrupt(f"{where} was written by a newer spillover", hint="upgrade spillover")
     if record.step != payload.manifest.step or len(record.losses) != record.step:
-        raise Corrupt(f"{payload.reference.folder}/{STATE} disagrees with its manifest")
+        raise Corrupt(f"{where} disagrees with its manifest")
     moments = read_tensors(payload, OPT)
     return record, TrainState(
         params=read_tensors(payload, PARAMS),

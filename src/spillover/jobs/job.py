@@ -61,7 +61,7 @@ class JobOptions:
     takeover: bool = False
     from_previous: bool = False
     notify: str | None = None
-    lease: float = field(default_factory=lambda: float(os.environ.get("SPILL_LEASE_SECONDS", LEASE_SECONDS)))
+    lease: float = field(default_factory=lambda: _lease_seconds())
     runs: Path = RUNS
 
     def __post_init__(self) -> None:
@@ -144,6 +144,18 @@ class Session:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
+
+
+def _lease_seconds() -> float:
+    """The lease in seconds, as ``SPILL_LEASE_SECONDS`` says or the usual one."""
+    text = os.environ.get("SPILL_LEASE_SECONDS") or str(LEASE_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        raise InputError(f"SPILL_LEASE_SECONDS is {text!r}", hint="set it to seconds, such as 60")
+    return seconds
 
 
 def run_for(command: str, label: str, identity: Identity, options: JobOptions) -> tuple[Run, Store]:

@@ -25,6 +25,8 @@ __all__ = ["KIND", "Cursor", "Line", "Segments"]
 KIND = "rows"
 RESULTS, PARTIALS = "results.jsonl", "partials.json"
 FANOUT = 8
+PIECE = 128 * 1024
+"""Bytes read at a time from each segment: a few dozen are open at once."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -173,7 +175,7 @@ def _split(payload: Payload) -> Iterator[Line]:
     """The lines of a segment, read a piece at a time."""
     decode = msgspec.json.Decoder(_Result).decode
     rest = b""
-    for piece in payload.chunks(RESULTS):
+    for piece in payload.chunks(RESULTS, PIECE):
         *whole, rest = (rest + piece).split(b"\n")
         for data in whole:
             yield Line(decode(data).spillover.row, data)

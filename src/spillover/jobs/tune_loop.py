@@ -50,13 +50,14 @@ class Training:
             self._basis, self._trainer = self._restored()
         self._pace = Pace()
         self._saved = time.monotonic()
+        self._in_save = (self.record.step, len(self.record.validation))
 
     def run(self) -> tuple[Ending, Trained]:
         """Train; afterwards everything that was done is durable, and complete if it was all."""
         with Saver(self.session.owned, KIND, self._basis, self._durable) as saver:
             ending = self._steps(saver)
             saver.finish()
-            if not self.session.interrupts.give_up and self._unsaved(saver):
+            if not self.session.interrupts.give_up and self._unsaved():
                 self._save(saver)
                 saver.finish()
         if ending is Ending.DONE:
@@ -143,14 +144,15 @@ class Training:
 
     def _save(self, saver: Saver) -> None:
         self._saved = time.monotonic()
+        self._in_save = (self.record.step, len(self.record.validation))
         state, record = self._trainer.state(), msgspec.json.encode(self.record)
         progress = {"step": state.step, "total": self.work.steps.total, "loss": self.record.losses[-1]}
         owned = self.session.owned
         saver.save(lambda: (write_checkpoint(owned, state, record), progress))
 
-    def _unsaved(self, saver: Saver) -> bool:
-        saved = saver.latest.step if saver.latest else 0
-        return self.record.step > saved
+    def _unsaved(self) -> bool:
+        """Whether a step or a validation came after the newest save."""
+        return (self.record.step, len(self.record.validation)) != self._in_save
 
     def _durable(self, reference: Reference) -> None:
         uri = f"{self.session.owned.store.uri}/{reference.folder}"

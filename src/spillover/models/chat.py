@@ -1,4 +1,4 @@
-"""Chat templates: messages to text, exactly as transformers renders them.
+"""Chat templates: messages to text, exactly as transformers renders them on the day `TODAY`.
 
 The conventions (sandbox, block trimming, the names a template may call) are those documented at
 https://huggingface.co/docs/transformers/chat_templating_writing, so that one template gives one text
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import jinja2
 
 Message = Mapping[str, Any]
+TODAY = date(2024, 7, 26)
+"""The day that templates are told. A job continued tomorrow must see the same tokens, so it is not today's;
+it is the one that Llama 3's own template falls back to."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -130,7 +133,7 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = TODAY.strftime
     return environment.from_string(source)
 
 

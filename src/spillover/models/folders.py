@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spillover.errors import ModelError
+from spillover.errors import InputError, ModelError
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -102,7 +102,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def disk_floor() -> int:
     """Bytes that stay free on the disk whatever is fetched: 20 GB, or ``SPILL_DISK_FLOOR_GB``."""
-    return int(float(os.environ.get("SPILL_DISK_FLOOR_GB") or 20) * 1e9)
+    text = os.environ.get("SPILL_DISK_FLOOR_GB") or "20"
+    try:
+        return int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        raise InputError(f"SPILL_DISK_FLOOR_GB is {text!r}", hint="set it to gigabytes, such as 20") from None
 
 
 def check_disk(needed: int, folder: Path) -> None:

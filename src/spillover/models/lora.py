@@ -135,9 +135,9 @@ def initial(config: LoraConfig, model: ModelConfig, seed: int) -> dict[str, Arra
         for module in config.targets:
             inputs, outputs = sizes[module]
             source = np.random.SeedSequence([seed, layer, MODULES.index(module)])
-            stream = np.random.Generator(np.random.Philox(source))
+            bits = np.random.Philox(source).random_raw(inputs * config.rank) >> np.uint64(40)
             bound = 1.0 / math.sqrt(inputs)
-            values = stream.random((inputs, config.rank), dtype=np.float32)  # [in, r] in [0, 1)
+            values = (bits * np.float32(2**-24)).astype(np.float32).reshape(inputs, config.rank)  # in [0, 1)
             tensors[f"layers.{layer}.{module}.lora_a"] = (
                 values * np.float32(2) - np.float32(1)
             ) * np.float32(bound)

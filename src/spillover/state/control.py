@@ -165,7 +165,9 @@ def created(
     return _next(start, "create", host)
 
 
-def acquired(control: Control, me: Owner, dead: Owner | None, silent: int | None) -> Control:
+def acquired(
+    control: Control, me: Owner, dead: Owner | None, silent: int | None, lease_seconds: float
+) -> Control:
     """Make ``me`` the owner under a new generation.
 
     Args:
@@ -173,6 +175,7 @@ def acquired(control: Control, me: Owner, dead: Owner | None, silent: int | None
         me: the new owner.
         dead: the owner that is known to be dead or was silent, if one is on record.
         silent: the revision it was silent at; None when it is known to be dead.
+        lease_seconds: how long ``me`` may be silent; challengers go by what is recorded.
 
     Raises:
         NotAllowed: the status forbids it.
@@ -189,6 +192,7 @@ def acquired(control: Control, me: Owner, dead: Owner | None, silent: int | None
         me.host,
         generation=control.generation + 1,
         owner=me,
+        lease_seconds=lease_seconds,
         status="running",
         quiesce=None,
     )

@@ -36,7 +36,7 @@ from spillover.state import control as transitions
 from spillover.state.control import Control, Identity, Owner, Reference
 from spillover.state.payload import Payload, PayloadWriter, open_payload
 from spillover.state.retention import Reach, sweep_orphans
-from spillover.store import Hold, Store, probe
+from spillover.store import PROBE, Hold, Store, probe
 
 __all__ = ["LEASE_SECONDS", "Owned", "State"]
 
@@ -76,6 +76,7 @@ class State:
             NotAllowed: the work is completed, or was moved elsewhere.
             StoreRefused: the location cannot hold owned state.
         """
+        self.store.require_safe()
         self._create_if_absent(identity)
         me = Owner(secrets.token_hex(6), socket.gethostname(), os.getpid())
         hold = self.store.hold(_lock_key(me))
@@ -101,9 +102,17 @@ class State:
     def _create_if_absent(self, identity: Identity) -> None:
         recorded = self.read()
         if recorded is None:
-            probe(self.store)
+            self._probe()
             recorded = self._create(identity)
         transitions.same_work(recorded.identity, identity)
+
+    def _probe(self) -> None:
+        """Test the store, unless somebody else has already begun there and may have swept the probe away."""
+        try:
+            probe(self.store)
+        except StoreError:
+            if self.read() is None:
+                raise
 
     def _create(self, identity: Identity) -> Control:
         """Create the document, or return the one that somebody else just created."""
@@ -124,6 +133,7 @@ class State:
         self, me: Owner, hold: Hold | None, identity: Identity, takeover: bool, waiting: Waiting | None
     ) -> Owned:
         writer = Writer(self.store)
+        acquired = partial(transitions.acquired, me=me, lease_seconds=self.lease_seconds)
         while True:
             document = writer.read()
             transitions.same_work(document.identity, identity)
@@ -131,7 +141,7 @@ class State:
             if document.status == "running" and document.owner is not None and not takeover:
                 silent = self._judge(document, document.owner, hold is not None, waiting)
             try:
-                writer.install(partial(transitions.acquired, me=me, dead=document.owner, silent=silent))
+                writer.install(partial(acquired, dead=document.owner, silent=silent))
             except Superseded:  # somebody else moved first: judge them
                 continue
             return Owned(self.store, writer, me, hold, self.lease_seconds)
@@ -246,6 +256,8 @@ class Owned:
             store.sweep()
             sweep_orphans(store, self.document, self.generation)
             _sweep_locks(store)
+            for entry in store.list(PROBE):  # of a process that died while it tested the store
+                store.delete(entry.key)
         if hold is None:
             threading.Thread(target=self._keep_renewing, name="lease", daemon=True).start()
 

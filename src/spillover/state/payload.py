@@ -22,11 +22,12 @@ import msgspec
 from spillover.errors import Corrupt, NotFound
 from spillover.state.control import Reference
 from spillover.store import Buffer, Digest, Source, Store
-from spillover.store.base import chunked, valid_key
+from spillover.store.base import CHUNK, chunked, valid_key
 
 __all__ = ["COMMIT", "Commit", "Payload", "PayloadWriter", "open_payload"]
 
 COMMIT = "COMMIT"
+SCHEMA = 1
 UPLOADS = 4
 """Files of one payload that are written at the same time."""
 
@@ -53,6 +54,7 @@ class Commit(msgspec.Struct, frozen=True):
     cursor: Any
     names: tuple[Reference, ...]
     files: dict[str, File]
+    schema: int = SCHEMA
 
 
 class PayloadWriter:
@@ -165,17 +167,17 @@ class Payload:
         """
         return b"".join(self.chunks(name))
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield a file piece by piece; raises `Corrupt` after the last piece if any was wrong."""
-        size, sha = 0, hashlib.sha256()
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[bytes]:
+        """Yield a file in pieces of ``size`` bytes; raises `Corrupt` after the last if any was wrong."""
+        total, sha = 0, hashlib.sha256()
         try:
-            for piece in self.store.chunks(self._key(name)):
-                size += len(piece)
+            for piece in self.store.chunks(self._key(name), size):
+                total += len(piece)
                 sha.update(piece)
                 yield piece
         except NotFound:
             raise self._damaged(name, "is missing") from None
-        self._compare(name, Digest(size, sha.hexdigest()))
+        self._compare(name, Digest(total, sha.hexdigest()))
 
     def fetch(self, name: str, path: Path) -> None:
         """Copy a file to ``path``; raises `Corrupt` and removes ``path`` if the bytes are wrong."""
@@ -221,7 +223,13 @@ def open_payload(store: Store, reference: Reference) -> Payload:
         raise _damaged(store, key, "is missing") from None
     if hashlib.sha256(data).hexdigest() != reference.commit:
         raise _damaged(store, key, "does not match the control object")
-    return Payload(store, reference, msgspec.json.decode(data, type=Commit))
+    try:
+        manifest = msgspec.json.decode(data, type=Commit)
+    except msgspec.DecodeError as error:
+        raise _damaged(store, key, f"is of a version that this spillover does not read ({error})") from error
+    if manifest.schema > SCHEMA:
+        raise _damaged(store, key, f"was written by a newer spillover (schema {manifest.schema})")
+    return Payload(store, reference, manifest)
 
 
 def _damaged(store: Store, key: str, what: str) -> Corrupt:

@@ -16,9 +16,10 @@ from spillover.store.base import Blob, Buffer, Digest, Entry, Hold, Source, Stor
 from spillover.store.faulty import Fault, FaultyStore
 from spillover.store.local import LocalStore
 from spillover.store.memory import MemoryStore
-from spillover.store.probe import probe
+from spillover.store.probe import PROBE, probe
 
 __all__ = [
+    "PROBE",
     "Blob",
     "Buffer",
     "Digest",

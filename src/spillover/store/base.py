@@ -123,6 +123,12 @@ class Store(ABC):
         """
         return None
 
+    def require_safe(self) -> None:  # noqa: B027 - most backends know nothing against themselves
+        """Raise `StoreRefused` if this very place is known to break what owned state needs.
+
+        Asked at every acquisition, for the same folder may be reached through another mount tomorrow.
+        """
+
     def sweep(self) -> int:
         """Remove temporary data that dead writers left; return how many pieces. Safe at any time."""
         return 0

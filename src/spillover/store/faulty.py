@@ -84,6 +84,9 @@ class FaultyStore(Store):
     def hold(self, key: str) -> Hold | None:
         return self.inner.hold(key)
 
+    def require_safe(self) -> None:
+        self.inner.require_safe()
+
     def sweep(self) -> int:
         return self.inner.sweep()
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from spillover.errors import LockContended, Lost, NotFound, StoreError, StoreFull, Unknown
 from spillover.store.base import Blob, Entry, Source, Store, chunked, valid_key
 from spillover.store.disk import Disk
+from spillover.store.filesystem import require_local
 
 __all__ = ["LocalStore"]
 
@@ -101,6 +102,9 @@ class LocalStore(Store):
             self._disk.sync_folder(path.parent)
             self._prune(path.parent)
 
+    def require_safe(self) -> None:
+        require_local(self.root)
+
     def hold(self, key: str) -> FileHold:
         path = self._path(key)
         with self._translated(key):
@@ -125,10 +129,8 @@ class LocalStore(Store):
     def _written(self, path: Path, source: Source) -> Iterator[Path]:
         """Yield a temporary file beside ``path`` whose bytes are durable; remove it afterwards."""
         self._make_folder(path.parent)
-        temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-        file = self._disk.open(temporary)
+        temporary, file = self._temporary(path)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
             for piece in chunked(source):
                 self._disk.write(file, piece)
             self._disk.sync(file)
@@ -136,6 +138,16 @@ class LocalStore(Store):
         finally:
             with contextlib.suppress(FileNotFoundError):  # it was renamed
                 self._disk.unlink(temporary)
+            os.close(file)
+
+    def _temporary(self, path: Path) -> tuple[Path, int]:
+        """A new locked file beside ``path``. A sweep may take one between its creation and its lock."""
+        while True:
+            temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+            file = self._disk.open(temporary)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if temporary.exists():
+                return temporary, file
             os.close(file)
 
     @contextlib.contextmanager

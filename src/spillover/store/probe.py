@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from spillover.errors import Lost, NotFound, Retry, StoreRefused
 from spillover.store.base import Store
-from spillover.store.filesystem import require_local
-from spillover.store.local import LocalStore
 
-__all__ = ["probe"]
+__all__ = ["PROBE", "probe"]
 
+PROBE = ".probe-"
 RACERS = 2
 
 
@@ -29,9 +28,8 @@ def probe(store: Store) -> None:
         StoreRefused: the store broke a promise; the message names which.
         StoreError: the store cannot be reached or written at all.
     """
-    if isinstance(store, LocalStore):
-        require_local(store.root)
-    key = f".probe-{secrets.token_hex(6)}"
+    store.require_safe()
+    key = f"{PROBE}{secrets.token_hex(6)}"
     try:
         _probe_missing(store, key)
         version = _probe_create(store, key)
