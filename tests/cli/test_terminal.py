@@ -151,7 +151,7 @@ def test_rows_are_shown_as_rows_and_an_error_as_one_line(shell):
 
 def test_ctrl_c_before_the_work_begins_leaves_at_once(shell):
     with terminal(shell, *TUNE) as screen:
-        screen.until("hash weights")
+        screen.until("reading train.jsonl")
         screen.press(CTRL_C)
         assert screen.end() == 130
         assert "Traceback" not in screen.text

@@ -24,6 +24,8 @@ __all__ = ["Headless", "Live", "display", "duration", "error_line", "sparkline"]
 
 BARS = "▁▂▃▄▅▆▇█"
 TOLD = ("start", "restore", "checkpoint", "stage")
+PASSING = ("model", "input")
+"""Stages that matter while they last."""
 
 
 def error_line(error: SpillError) -> str:
@@ -63,7 +65,8 @@ class Headless:
 
     def show(self, event: Event) -> None:
         _write(sys.stdout, msgspec.json.encode(event).decode())
-        if not self.quiet and event["event"] in TOLD and event.get("message"):
+        told = event["event"] in TOLD and event.get("stage") != "input"
+        if told and not self.quiet and event.get("message"):
             self.text(event["message"])
 
     def text(self, line: str) -> None:
@@ -105,7 +108,7 @@ class Live:
         elif kind == "checkpoint":
             self._durable = event["message"]
         elif kind in ("start", "restore", "stage") and event.get("message"):
-            if event.get("stage") == "model":
+            if event.get("stage") in PASSING:
                 self._state = event
             elif not self.quiet:
                 self.text(event["message"])

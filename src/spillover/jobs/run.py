@@ -190,6 +190,7 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
 
 def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork:
     """Check and resolve everything that the settings name."""
+    events.emit("stage", stage="input", message=f"reading {settings.data}")
     summary = check_file(settings.data, "prompt")
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
     adapter = _adapter(model)

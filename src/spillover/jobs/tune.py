@@ -199,6 +199,7 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     if parse(settings.model).adapters:
         raise InputError(f"{settings.model} already has an adapter", hint="name the base model alone")
     adapter_folders.check_name(settings.name, overwrite=True)
+    events.emit("stage", stage="input", message=f"reading {settings.data}")
     lora = settings.lora
     summary = check_file(settings.data, "train")
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
