@@ -6,7 +6,7 @@ Every event has ``event``, ``time`` (Unix seconds), ``command``, ``step``, ``los
 ==============  ============================================================================
 ``start``       ``message`` (the line before the work), ``run``, ``state``, ``total``
 ``restore``     ``uri`` and ``step`` that the work continues from
-``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens``, ``step_s``, ``rows``
+``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens`` (targets), ``step_s``, ``rows``
 ``row``         one finished row: ``custom_id``, ``total``, ``finish``
 ``checkpoint``  ``uri``: what was reported before this is durable
 ``stage``       a named part of the work: ``stage``, ``message``
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -43,6 +44,7 @@ class Events:
         self.engine: str | None = None
         self._sinks = [*sinks]
         self._started = time.monotonic()
+        self._order = threading.Lock()  # saves are told from a thread of their own
 
     @property
     def seconds(self) -> float:
@@ -57,8 +59,9 @@ class Events:
         event |= dict.fromkeys(COMMON)
         event |= {"peak_mem_gb": round(peak_memory() / 1e9, 3), "engine": self.engine}
         event |= fields
-        for sink in self._sinks:
-            sink(event)
+        with self._order:
+            for sink in self._sinks:
+                sink(event)
 
 
 def peak_memory() -> int:

@@ -94,17 +94,18 @@ class Training:
         chosen = [work.order.batch(number) for number in numbers]
         settings = work.settings
         lr = lr_at(step, work.steps.total, settings.lr, settings.warmup, settings.schedule)
-        result = self._trainer.step([self._micro_batch(indices) for indices in chosen], lr=lr)
+        batches = [self._micro_batch(indices) for indices in chosen]
+        result = self._trainer.step(batches, lr=lr)
         # The trainer's update has called `finishing`: from here to the end this cannot be abandoned.
         self.record.advance(result.loss, numbers.stop)
         rows = [int(work.examples.rows[index]) for indices in chosen for index in indices]
-        self._report(result, lr, rows)
+        self._report(result, lr, rows, sum(int(batch.lengths.sum()) for batch in batches))
 
     def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
         return collate([self.work.examples.example(int(index)) for index in indices])
 
-    def _report(self, result: StepResult, lr: float, rows: list[int]) -> None:
-        seconds = self._pace.add(result.tokens)
+    def _report(self, result: StepResult, lr: float, rows: list[int], tokens: int) -> None:
+        seconds = self._pace.add(tokens)
         remaining = self.work.steps.total - self.record.step
         self.session.events.emit(
             "step",
