@@ -48,6 +48,23 @@ def test_a_preempted_run_saves_and_exits_75(shell, whole):
     assert answers(shell.run_folder("run") / "results.jsonl") == wanted
 
 
+def test_an_owner_stops_when_it_is_asked_to(shell):
+    command = ["tune", "tiny", "train.jsonl", "--name", "asked", "--steps", "100000", "--state", "state"]
+    process = shell.start(*command)
+    process.until("step", 3)
+    asked = shell("stop", "state", "--reason", "the machine is needed")
+    assert asked.code == 0
+    assert asked.out.startswith("asked: the owner of state stops")
+    first = process.end()
+    assert first.code == 0
+    assert first.kinds[-1] == "done"
+    assert "stopped on purpose at step" in first.err
+    assert "idle" in shell("status", "state").out
+    refused = shell("stop", "state")
+    assert refused.code == 1
+    assert "nothing is running here" in refused.err
+
+
 def test_preempted_before_the_work_begins_is_preempted_all_the_same(shell):
     process = shell.start(*TUNE)
     process.until("stage")  # the model's files are read, torch is not even imported

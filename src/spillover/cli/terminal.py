@@ -138,7 +138,7 @@ class Live:
             lines.append(
                 Text(f"loss {self._losses[-1]:7.4f}  {sparkline([*self._losses], 60)}", style="cyan")
             )
-        lines.append(Text(self._durable, style="green"))
+        lines.append(Text(self._durable, style="green", no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 
     def _facts(self, event: dict[str, Any]) -> str:
