@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 
 BUCKET = "spill-tests"
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
 
+class OneAtATime:
+    """Serves one request at a time: moto looks and then stores, S3 does both in one step."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: Any, start_response: Any) -> list[bytes]:
+        with self._lock:
+            return [*self._app(environ, start_response)]
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 server on this machine, with the bucket `BUCKET`."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
+    app = OneAtATime(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
     client = boto3.client(
         "s3",
         endpoint_url=endpoint,
@@ -32,7 +48,9 @@ def s3_endpoint() -> Iterator[str]:
     client.create_bucket(Bucket=BUCKET)
     client.close()
     yield endpoint
-    server.stop()
+    server.shutdown()
+    serving.join()
+    server.server_close()
 
 
 @pytest.fixture

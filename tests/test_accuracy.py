@@ -25,6 +25,8 @@ def spill(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.filterwarnings("ignore::FutureWarning:peft", "ignore::FutureWarning:transformers")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 def test_demo_learns_banking77_and_loads_in_peft(
     tmp_path: Path, demo_home: Path, record_property, capsys: pytest.CaptureFixture[str]
 ) -> None:

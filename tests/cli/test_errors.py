@@ -184,4 +184,4 @@ def test_help_and_version_are_not_errors(still):
         outcome = still(*words.split())
         assert (outcome.code, outcome.err) == (0, "")
         assert outcome.out
-    assert still().err == still("--help").out
+    assert still().out == still("--help").out

@@ -14,7 +14,6 @@ __all__ = ["app", "usage_error"]
 
 app = typer.Typer(
     name="spill",
-    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -49,7 +48,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
     version: Annotated[
