@@ -185,6 +185,7 @@ def test_validation_loss_is_measured_once_an_epoch_through_interruptions(folder:
     _, events = tune_job(folder, tiny, val=val)
     wanted = [(e["step"], e["loss"]) for e in events if e.get("stage") == "validation"]
     assert [step for step, _ in wanted] == [4, 8, 12]
+    assert [(step, loss) for step, loss in record_of(folder)["validation"]] == wanted
     seen: list[tuple[int, float]] = []
     state = str(folder / "state")
     for _ in range(STEPS + 1):
@@ -220,3 +221,17 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and ".hash" not in path.name and path.name != "speeds.json"
     }
+
+
+def record_of(folder: Path) -> dict:
+    """``state.json`` of the only run's current checkpoint."""
+    [state] = folder.glob("runs/*/state")
+    document = State(open_store(state)).read()
+    assert document is not None
+    return json.loads((state / document.current["ckpt"].folder / "state.json").read_text())
+
+
+def test_a_lease_that_is_no_number_is_one_line(folder: Path, tiny: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SPILL_LEASE_SECONDS", "soon")
+    with pytest.raises(InputError, match="SPILL_LEASE_SECONDS is 'soon'"):
+        tune_job(folder, tiny)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spillover.errors import LockContended, Mismatch, NotAllowed, StoreError, Superseded
+from spillover.errors import LockContended, Mismatch, NotAllowed, StoreError, StoreRefused, Superseded
 from spillover.state import State
 from spillover.store import LocalStore, MemoryStore, open_store
 from state.worker import IDENTITY, Worker
@@ -194,3 +194,36 @@ def tree(uri: str) -> dict[str, bytes]:
     """Every key and value, less the lock files of live owners."""
     store = open_store(uri)
     return {e.key: store.read(e.key).data for e in store.list() if not e.key.startswith("owners/")}
+
+
+def test_a_challenger_goes_by_the_lease_of_the_present_owner() -> None:
+    """Not by its own, nor by that of whoever created the state."""
+    store = MemoryStore()
+    State(store, lease_seconds=0.2).acquire(IDENTITY).release()
+    with State(store, lease_seconds=6).acquire(IDENTITY) as owned:
+        assert owned.document.lease_seconds == 6
+
+        def waiting(_: object, seconds: float) -> None:
+            assert seconds > 5
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            State(store, lease_seconds=0.2).acquire(IDENTITY, waiting=waiting)
+        owned.check()
+
+
+def test_a_place_is_judged_at_every_acquisition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(open_store(tmp_path))
+    state.acquire(IDENTITY).release()
+    before = tree(str(tmp_path))
+    monkeypatch.setattr("spillover.store.filesystem.filesystem", lambda _: "nfs4")
+    with pytest.raises(StoreRefused, match="nfs4"):
+        state.acquire(IDENTITY)
+    assert tree(str(tmp_path)) == before
+
+
+def test_what_a_killed_probe_left_is_swept(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.write(".probe-0123456789ab", b"0")
+    State(store).acquire(IDENTITY).release()
+    assert [entry.key for entry in store.list()] == ["control.json"]
