@@ -68,7 +68,9 @@ class JobOptions:
         if self.numerics not in (None, "float32", "bf16"):
             raise InputError(f"--numerics {self.numerics} is unknown", hint="use float32 or bf16")
         if self.stop_after is not None and self.stop_after < 1:
-            raise InputError(f"--stop-after must be at least 1, not {self.stop_after}")
+            raise InputError(
+                f"--stop-after must be at least 1, not {self.stop_after}", hint="--stop-after 10"
+            )
 
 
 class Work(Protocol):

@@ -182,7 +182,9 @@ def acquired(
         Superseded: another process acquired, or the owner moved, since ``dead`` was judged.
     """
     if control.status not in ("idle", "running"):
-        raise NotAllowed(f"this work is {control.status} and cannot be continued here")
+        raise NotAllowed(
+            f"this work is {control.status} and cannot be continued here", hint="name another --state"
+        )
     moved = silent is not None and control.revision != silent
     if control.status == "running" and (control.owner != dead or moved):
         raise Superseded("another process acquired the work first")
@@ -258,7 +260,7 @@ def completed(control: Control, me: Owner, generation: int, progress: dict[str, 
 def quiesced(control: Control, host: str, reason: str) -> Control:
     """Ask a running owner to stop at its next boundary; anybody may."""
     if control.status != "running":
-        raise NotAllowed(f"nothing is running here: the work is {control.status}")
+        raise NotAllowed(f"nothing is running here: the work is {control.status}", hint="spill status")
     return _next(control, "quiesce", host, quiesce=Quiesce(host, reason))
 
 
