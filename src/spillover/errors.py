@@ -18,7 +18,9 @@
         ├── Superseded         a newer generation owns the state: this process must stop
         ├── NotAllowed         the state's status forbids the transition
         ├── Corrupt            bytes at rest do not match their manifest
-        └── Mismatch           the state belongs to different work
+        ├── Mismatch           the state belongs to different work
+        ├── Conflict           a request was repeated with other content
+        └── Collected          a payload is gone: nobody owned it
 
 ``str(error)`` is one line. ``hint`` is what the user can type or do next; the command line prints it
 after ``Try:``. Anything that is not a `SpillError` is a bug and is not caught.
@@ -27,6 +29,8 @@ after ``Try:``. Anything that is not a `SpillError` is a bug and is not caught.
 from __future__ import annotations
 
 __all__ = [
+    "Collected",
+    "Conflict",
     "Corrupt",
     "EngineError",
     "InputError",
@@ -117,3 +121,11 @@ class Corrupt(StateError):
 
 class Mismatch(StateError):
     """Raised when state belongs to different work; the message names the first difference."""
+
+
+class Conflict(StateError):
+    """Raised when a request that was already answered is repeated with other content."""
+
+
+class Collected(StateError):
+    """Raised when a payload was deleted because nobody owned it any more."""

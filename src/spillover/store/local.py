@@ -16,7 +16,6 @@ process and is removed by `sweep`; no clock and no process id is trusted for tha
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -24,9 +23,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from spillover.errors import LockContended, Lost, NotFound, StoreError, StoreFull, Unknown
+from spillover.errors import LockContended, Lost, NotFound, Unknown
 from spillover.store.base import Blob, Entry, Source, Store, chunked, valid_key
-from spillover.store.disk import Disk
+from spillover.store.disk import Disk, refusal
 from spillover.store.filesystem import require_local
 
 __all__ = ["LocalStore"]
@@ -108,7 +107,7 @@ class LocalStore(Store):
     def hold(self, key: str) -> FileHold:
         path = self._path(key)
         with self._translated(key):
-            self._make_folder(path.parent)
+            self.make_folder(path.parent)
             return FileHold(path)
 
     def sweep(self) -> int:
@@ -128,7 +127,7 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def _written(self, path: Path, source: Source) -> Iterator[Path]:
         """Yield a temporary file beside ``path`` whose bytes are durable; remove it afterwards."""
-        self._make_folder(path.parent)
+        self.make_folder(path.parent)
         temporary, file = self._temporary(path)
         try:
             for piece in chunked(source):
@@ -154,7 +153,7 @@ class LocalStore(Store):
     def _exclusive(self) -> Iterator[None]:
         """Hold the store's own lock: one compare-and-swap at a time."""
         with self._translated(LOCK):
-            self._make_folder(self.root)
+            self.make_folder(self.root)
             file = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -169,11 +168,11 @@ class LocalStore(Store):
         except OSError as error:
             raise Unknown(f"{path} may not be durable: {error.strerror}") from error
 
-    def _make_folder(self, folder: Path) -> None:
+    def make_folder(self, folder: Path) -> None:
         """Create ``folder`` so that its name, and those above it, survive a power loss."""
         if folder.is_dir():
             return
-        self._make_folder(folder.parent)
+        self.make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
             self._disk.mkdir(folder)
         self._disk.sync_folder(folder.parent)
@@ -195,12 +194,7 @@ class LocalStore(Store):
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise NotFound(f"{key} does not exist in {self.uri}") from error
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreFull(
-                    f"no space left for {key} in {self.uri}",
-                    hint="free some space and run the same command again; the last checkpoint is intact",
-                ) from error
-            raise StoreError(f"{key} in {self.uri}: {os.strerror(error.errno or 0)}") from error
+            raise refusal(error, f"{key} in {self.uri}") from error
 
 
 class FileHold:

@@ -1,0 +1,146 @@
+"""The SQLite database of a pool or queue, with one owner.
+
+Guarantee: a committed transaction survives a power loss (write-ahead log, ``synchronous=FULL``), and no
+other process has the database open (``locking_mode=EXCLUSIVE``, which also does without shared memory, so
+that the file may lie on a network mount whose locks work).
+
+Who may open it is decided by the control object (`spillover.state`). On a local disk its lock shows that
+the former owner is dead, and its database is simply opened. On a network mount a client that was cut off
+may wake up later and go on writing, so there a new owner first copies the database to a file of its own
+generation, and the old one writes where nobody reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from spillover.errors import Corrupt, LockContended, Mismatch, StoreError, StoreFull
+from spillover.store.disk import Disk
+from spillover.store.filesystem import is_local
+
+__all__ = ["open_database", "transaction", "translated"]
+
+CACHE_KIB = 64 << 10
+
+
+def open_database(path: Path, generation: int, schema: str, version: int) -> sqlite3.Connection:
+    """Open or make the database called ``path`` for the owner with this ``generation``.
+
+    Args:
+        path: its name on a local disk; elsewhere the generation is added to it.
+        schema: SQL that makes its tables.
+        version: of the schema.
+
+    Raises:
+        Mismatch: it has another schema version.
+        Corrupt: it is damaged.
+        LockContended: a process that should be dead still has it open.
+    """
+    if not is_local(path.parent):
+        path = _own_copy(path, generation)
+    with translated(path):
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+        try:
+            _prepare(connection, path, schema, version)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Cursor]:
+    """One transaction: durable when the block ends, undone when it raises."""
+    with translated(path):
+        cursor = connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        try:
+            yield cursor
+            cursor.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                cursor.execute("ROLLBACK")
+            raise
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreFull(
+                f"no space left for {path}", hint="free some space and try again; nothing changed"
+            ) from error
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise Corrupt(f"{path} is damaged: {error}", hint="restore it from a copy") from error
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise LockContended(f"{path} is still open in another process") from error
+        if isinstance(error, sqlite3.OperationalError):
+            raise StoreError(f"{path}: {error}") from error
+        raise
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, schema: str, version: int) -> None:
+    for pragma in (
+        "locking_mode=EXCLUSIVE",
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "fullfsync=1",
+        f"cache_size=-{CACHE_KIB}",
+        "temp_store=MEMORY",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found not in (0, version):
+        raise Mismatch(
+            f"{path} has schema version {found}, this spillover reads version {version}",
+            hint="pip install --upgrade spillover",
+        )
+    if not found:
+        connection.executescript(f"BEGIN; {schema}; PRAGMA user_version={version}; COMMIT;")
+        Disk().sync_folder(path.parent)
+
+
+def _own_copy(path: Path, generation: int) -> Path:
+    """The database of ``generation``, copied from the newest one before it."""
+    own = _generation_path(path, generation)
+    if own.exists():
+        return own
+    before = [found for found in _generations(path) if found[0] < generation]
+    if before:
+        partial = own.with_name(own.name + ".part")
+        partial.unlink(missing_ok=True)
+        with (
+            translated(before[-1][1]),
+            contextlib.closing(sqlite3.connect(before[-1][1], timeout=10)) as old,
+            contextlib.closing(sqlite3.connect(partial)) as new,
+        ):
+            old.execute("PRAGMA locking_mode=EXCLUSIVE")  # no shared memory on a network mount
+            old.backup(new)
+        disk = Disk()
+        with partial.open("rb+") as file:
+            disk.sync(file.fileno())
+        disk.rename(partial, own)
+        disk.sync_folder(path.parent)
+        for _, stale in before[:-1]:
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{stale}{suffix}").unlink(missing_ok=True)
+    return own
+
+
+def _generations(path: Path) -> list[tuple[int, Path]]:
+    """The databases of earlier owners, oldest first."""
+    pattern = re.compile(re.escape(path.stem) + r"-(\d{6})" + re.escape(path.suffix))
+    found = ((pattern.fullmatch(entry.name), entry) for entry in path.parent.iterdir())
+    return sorted((int(match[1]), entry) for match, entry in found if match)
+
+
+def _generation_path(path: Path, generation: int) -> Path:
+    return path.with_name(f"{path.stem}-{generation:06d}{path.suffix}")

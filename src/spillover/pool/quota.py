@@ -1,0 +1,51 @@
+"""The pool's limit, as one writer sees it.
+
+A writer counts what it adds and looks at the folder again before it refuses, at every new pack, and after
+it has added a sixty-fourth of the limit. Between two looks it does not see what others add, so that
+together they may pass the limit by that much each.
+"""
+
+from __future__ import annotations
+
+from spillover.errors import StoreFull
+from spillover.pool.folder import Folder
+
+__all__ = ["Quota"]
+
+
+class Quota:
+    """Room under the limit of ``folder``. Not for several threads at once."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._used = 0
+        self._added = 0
+        self.refresh()
+
+    def require(self, size: int) -> None:
+        """Return if ``size`` more bytes have room.
+
+        Raises:
+            StoreFull: they have not.
+        """
+        limit = self._folder.identity.max_bytes
+        if limit is None:
+            return
+        if self._added > limit // 64 or self._used + self._added + size > limit:
+            self.refresh()
+            limit = self._folder.identity.max_bytes
+        if limit is not None and self._used + size > limit:
+            raise StoreFull(
+                f"{self._folder.path} holds {self._used:,} of its {limit:,} bytes, {size:,} more do not fit",
+                hint=f"release owners and run: spill pool gc {self._folder.path}",
+            )
+
+    def add(self, size: int) -> None:
+        """Count what was written."""
+        self._added += size
+
+    def refresh(self) -> None:
+        """Look at the folder and its limit again."""
+        self._folder.reload()
+        self._used = self._folder.used() if self._folder.identity.max_bytes is not None else 0
+        self._added = 0
