@@ -63,7 +63,7 @@ class Catalogue:
             for name, refs in owners.items():
                 cursor.execute("INSERT INTO names(name) VALUES(?) ON CONFLICT DO NOTHING", (name,))
                 ((owner,),) = cursor.execute("SELECT id FROM names WHERE name = ?", (name,)).fetchall()
-                self.ledger.own(cursor, ((owner, ref) for ref in refs))
+                self.ledger.own_many(cursor, owner, refs)
                 cursor.executemany(
                     "INSERT OR IGNORE INTO roots VALUES(?, ?)", [(owner, ref.pack_bytes()) for ref in refs]
                 )
@@ -73,7 +73,7 @@ class Catalogue:
         with self.changing() as cursor:
             for name in names:
                 for (owner,) in cursor.execute("SELECT id FROM names WHERE name = ?", (name,)).fetchall():
-                    self.ledger.disown(cursor, [owner])
+                    self.ledger.disown_many(cursor, owner)
                     cursor.execute("DELETE FROM roots WHERE owner = ?", (owner,))
                     cursor.execute("DELETE FROM names WHERE id = ?", (owner,))
 

@@ -1,13 +1,13 @@
 """Deleting what nobody owns, while everybody works on.
 
-Guarantee: a pack goes only when it is sealed, nobody owns anything in it, its writer is gone or every
-publication in it was owned before and let go, and no reader has it open.
+Guarantee: a pack goes only when it is sealed, nobody owns anything in it, no reader has it open, and its
+writer is gone or has settled every publication in it.
 
 Steps: retire writers whose process is dead; list the packs, and only then the writers that are still
 registered, since a writer registers before it makes a pack; choose; lock each chosen pack alone, which
-fails while a reader holds it; record the deletion, durably; unlink; sync the folder; forget the rows. A
-crash between two steps leaves a pack that the next collection deletes again, never one that is missed by
-somebody: from the record on nobody can own anything in it.
+fails while a reader or its writer holds it; record the deletion, durably; unlink; sync the folder; forget
+the rows. A crash between two steps leaves a pack that the next collection deletes again, never one that is
+missed by somebody: from the record on nobody can own anything in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spillover.pool.reference import Ref, writer_of
 from spillover.pool.scan import extents, reference, survey
 from spillover.store.disk import refusal
 
-__all__ = ["Collection", "PackState", "collect", "delete_packs", "pack_states", "retire"]
+__all__ = ["Collection", "PackState", "alone", "collect", "delete_packs", "pack_states", "retire"]
 
 
 class Collection(msgspec.Struct, frozen=True):
@@ -40,8 +40,7 @@ class Collection(msgspec.Struct, frozen=True):
     Attributes:
         deleted: packs deleted.
         freed: their bytes.
-        kept_by_readers: packs that nobody owns but a reader has open.
-        kept_by_writers: sealed packs of live writers with publications that nobody owned yet.
+        held: packs that nobody owns, but a reader has open or their writer has not settled.
         packs: packs that remain.
         bytes: what they take.
         retired: writers that were found dead.
@@ -50,8 +49,7 @@ class Collection(msgspec.Struct, frozen=True):
 
     deleted: int
     freed: int
-    kept_by_readers: int
-    kept_by_writers: int
+    held: int
     packs: int
     bytes: int
     retired: int
@@ -65,16 +63,14 @@ class PackState(NamedTuple):
         pack: its id.
         size: bytes of its file.
         stop: where its extents end.
-        adopted: whether its writer is gone, or nothing in it waits to be owned for the first time.
-        owned: bytes of extents that somebody owns.
+        owned: whether somebody owns anything in it.
         status: ``sealed``, ``moved`` or ``deleting``.
     """
 
     pack: int
     size: int
     stop: int
-    adopted: bool
-    owned: int
+    owned: bool
     status: str
 
 
@@ -87,15 +83,13 @@ def collect(catalogue: Catalogue, *, dry_run: bool = False) -> Collection:
     damaged: list[str] = []
     retired = 0 if dry_run else _retire_dead(catalogue.folder)
     states = pack_states(catalogue, damaged)
-    dead = [state for state in states if state.status != "sealed" or (state.adopted and not state.owned)]
-    waiting = sum(not state.adopted and not state.owned for state in states if state.status == "sealed")
+    dead = [state for state in states if state.status != "sealed" or not state.owned]
     deleted = dead if dry_run else delete_packs(catalogue, dead)
     left = [*catalogue.folder.list_packs()]
     return Collection(
         len(deleted),
         sum(state.size for state in deleted),
         len(dead) - len(deleted),
-        waiting,
         len(left),
         sum(pack.size for pack in left),
         retired,
@@ -143,18 +137,13 @@ def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
         if row is not None:
             new.append(row)
     with catalogue.changing() as cursor:
-        cursor.executemany("INSERT INTO packs VALUES(?, 'sealed', ?, ?)", new)
+        cursor.executemany("INSERT INTO packs VALUES(?, 'sealed', ?)", new)
         damaged += _missing(cursor, known - files.keys(), folder)
-        rows = cursor.execute(
-            "SELECT packs.id, stop, packs.extents, status, COUNT(extents.id), "
-            "COALESCE(SUM(length) FILTER (WHERE owners > 0), 0) "
-            "FROM packs LEFT JOIN extents ON pack = packs.id GROUP BY packs.id"
-        ).fetchall()
+        query = "SELECT id, stop, status, EXISTS(SELECT 1 FROM owned WHERE pack = packs.id) FROM packs"
+        rows = cursor.execute(query).fetchall()
     return [
-        PackState(
-            pack, files[pack].size, stop, writer_of(pack) not in writers or seen >= count, owned, status
-        )
-        for pack, stop, count, status, seen, owned in rows
+        PackState(pack, files[pack].size, stop, bool(owned), status)
+        for pack, stop, status, owned in rows
         if pack in files
     ]
 
@@ -166,7 +155,7 @@ def delete_packs(catalogue: Catalogue, states: Sequence[PackState]) -> list[Pack
     with contextlib.ExitStack() as locks:
         for state in states:
             with contextlib.suppress(LockContended):
-                locks.enter_context(_alone(folder, state.pack))
+                locks.enter_context(alone(folder, state.pack))
                 deleted.append(state)
         if not deleted:
             return []
@@ -188,7 +177,7 @@ def delete_packs(catalogue: Catalogue, states: Sequence[PackState]) -> list[Pack
 def _record(catalogue: Catalogue, states: list[PackState]) -> list[PackState]:
     """Record the deletions durably, but not of packs of which somebody owns something by now."""
     with catalogue.changing() as cursor:
-        owned = "SELECT 1 FROM extents WHERE pack = ? AND owners > 0"
+        owned = "SELECT 1 FROM owned WHERE pack = ?"
         chosen = [
             state
             for state in states
@@ -203,19 +192,15 @@ def _record(catalogue: Catalogue, states: list[PackState]) -> list[PackState]:
 
 def _missing(cursor: sqlite3.Cursor, packs: set[int], folder: Folder) -> list[str]:
     """Forget packs whose file is gone; returns a line for each of which somebody owns something."""
-    owned = (
-        "SELECT 1 FROM packs JOIN extents ON pack = packs.id "
-        "WHERE packs.id = ? AND status = 'sealed' AND owners > 0"
-    )
-    lost = {pack for pack in packs if cursor.execute(owned, (pack,)).fetchone()}
+    query = "SELECT 1 FROM packs JOIN owned ON pack = id WHERE id = ? AND status = 'sealed'"
+    lost = {pack for pack in packs if cursor.execute(query, (pack,)).fetchone()}
     _forget(cursor, packs - lost)
     return [f"{folder.path_of(pack)} is missing, and somebody owns what was in it" for pack in sorted(lost)]
 
 
 def _forget(cursor: sqlite3.Cursor, packs: set[int]) -> None:
     rows = [(pack,) for pack in packs]
-    cursor.executemany("DELETE FROM owned WHERE extent IN (SELECT id FROM extents WHERE pack = ?)", rows)
-    for table, column in (("extents", "pack"), ("moved", "pack"), ("packs", "id")):
+    for table, column in (("owned", "pack"), ("moved", "pack"), ("packs", "id")):
         cursor.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
 
 
@@ -228,8 +213,8 @@ def _retire_dead(folder: Folder) -> int:
     return count
 
 
-def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int, int] | None:
-    """Id, end and number of extents of a pack that is sealed, or whose writer is gone; else None.
+def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int] | None:
+    """Id and end of a pack that is sealed, or whose writer is gone; else None.
 
     Raises:
         Corrupt: it cannot be read.
@@ -240,23 +225,22 @@ def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int, int] | N
         return None
     except Corrupt:
         if not alive and folder.path_of(pack).stat().st_size <= 64:  # its first write was cut off
-            return pack, 0, 0
+            return pack, 0
         raise
     seal = read_seal(opened.file, str(opened.path))
     if seal is not None:
-        return pack, seal.end, seal.extents
+        return pack, seal.end
     if alive:
         return None
-    found = survey(opened, lambda damage: None)
-    return pack, found.end, found.extents
+    return pack, survey(opened, lambda damage: None).end
 
 
 @contextlib.contextmanager
-def _alone(folder: Folder, pack: int) -> Iterator[None]:
-    """Hold a pack while no reader has it open.
+def alone(folder: Folder, pack: int) -> Iterator[None]:
+    """Hold a pack that no reader has open and that its writer has settled.
 
     Raises:
-        LockContended: one has.
+        LockContended: one has, or it has not.
     """
     try:
         file = os.open(folder.path_of(pack), os.O_RDWR | os.O_CLOEXEC)
@@ -267,7 +251,7 @@ def _alone(folder: Folder, pack: int) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LockContended(f"{folder.path_of(pack)} is open in a reader") from None
+            raise LockContended(f"{folder.path_of(pack)} is held by a reader or its writer") from None
         yield
     finally:
         os.close(file)

@@ -12,18 +12,20 @@ is until the next time.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from spillover.errors import Corrupt
+from spillover.errors import Corrupt, LockContended
 from spillover.pool.blocks import Place
 from spillover.pool.catalogue import Catalogue
-from spillover.pool.collection import PackState, delete_packs, pack_states
+from spillover.pool.collection import PackState, alone, delete_packs, pack_states
 from spillover.pool.intake import Intake, Taken, copied
 from spillover.pool.reader import OpenPack
+from spillover.pool.reference import writer_of
 from spillover.pool.relocation import addresses_of
 from spillover.pool.scan import extent_at
 from spillover.pool.writer import PACK_BYTES
@@ -43,7 +45,7 @@ class Compaction(msgspec.Struct, frozen=True):
         made: packs that took over what they held.
         copied: bytes of extents copied.
         freed: bytes of the packs that were deleted.
-        kept_by_readers: replaced packs that a reader still has open; the next collection deletes them.
+        held: replaced packs that a reader still has open; the next collection deletes them.
         damaged: packs that could not be copied, and why.
     """
 
@@ -51,7 +53,7 @@ class Compaction(msgspec.Struct, frozen=True):
     made: int
     copied: int
     freed: int
-    kept_by_readers: int
+    held: int
     damaged: list[str]
 
 
@@ -76,21 +78,17 @@ def compact(
         progress: told of bytes copied and bytes to copy.
     """
     damaged: list[str] = []
-    chosen = [
-        state
-        for state in pack_states(catalogue, damaged)
-        if state.status == "sealed" and state.adopted and 0 < state.owned < min_owned * state.size
-    ]
-    total = sum(state.owned for state in chosen)
+    chosen = _choose(catalogue, min_owned, damaged)
+    total = sum(chosen.values())
     sources: list[_Source] = []
     done = 0
     with Intake(catalogue.folder, pack_bytes) as intake:
-        for state in sorted(chosen, key=lambda state: state.owned / state.size):
+        for state, owned in sorted(chosen.items(), key=lambda pair: pair[1] / pair[0].size):
             try:
                 sources.append(_copy(catalogue, state, intake))
             except Corrupt as error:
                 damaged.append(str(error))
-            done += state.owned
+            done += owned
             progress(done, total)
         taken = intake.finish()
         replaced = _record(catalogue, sources, taken)
@@ -103,6 +101,29 @@ def compact(
         len(replaced) - len(deleted),
         damaged,
     )
+
+
+def _choose(catalogue: Catalogue, min_owned: float, damaged: list[str]) -> dict[PackState, int]:
+    """The packs to rewrite, and how many bytes of each are owned.
+
+    What a live writer has not settled must stay where it is: nobody owns it yet, but somebody may.
+    """
+    folder, chosen = catalogue.folder, {}
+    writers = {*folder.list_writers()}
+    for state in pack_states(catalogue, damaged):
+        if state.status != "sealed" or not state.owned:
+            continue
+        with catalogue.reading() as cursor:
+            query = "SELECT SUM(length) FROM (SELECT DISTINCT place, length FROM owned WHERE pack = ?)"
+            ((owned,),) = cursor.execute(query, (state.pack,)).fetchall()
+        if not owned or owned >= min_owned * state.size:
+            continue
+        if writer_of(state.pack) in writers:
+            with contextlib.suppress(LockContended), alone(folder, state.pack):
+                chosen[state] = owned
+        else:
+            chosen[state] = owned
+    return chosen
 
 
 def _copy(catalogue: Catalogue, state: PackState, intake: Intake) -> _Source:
@@ -135,10 +156,9 @@ def _record(catalogue: Catalogue, sources: Sequence[_Source], taken: Sequence[Ta
         register(cursor, taken if replaced else [])
         for state, extents in replaced:
             cursor.executemany(
-                "UPDATE extents SET pack = ?, place = ? WHERE pack = ? AND place = ?",
+                "UPDATE owned SET pack = ?, place = ? WHERE pack = ? AND place = ?",
                 [(*places[short, state.pack, offset], state.pack, offset) for offset in extents],
             )
-            cursor.execute("DELETE FROM extents WHERE pack = ?", (state.pack,))
             cursor.execute("UPDATE packs SET status = 'moved' WHERE id = ?", (state.pack,))
             lead(cursor, {address: places[address] for found in extents.values() for address in found})
         catalogue.ledger.load(cursor)
@@ -148,9 +168,7 @@ def _record(catalogue: Catalogue, sources: Sequence[_Source], taken: Sequence[Ta
 
 def register(cursor: sqlite3.Cursor, taken: Sequence[Taken]) -> None:
     """Enter new packs."""
-    cursor.executemany(
-        "INSERT INTO packs VALUES(?, 'sealed', ?, ?)", [(new.pack, new.stop, new.extents) for new in taken]
-    )
+    cursor.executemany("INSERT INTO packs VALUES(?, 'sealed', ?)", [(new.pack, new.stop) for new in taken])
 
 
 def lead(cursor: sqlite3.Cursor, places: Mapping[Address, tuple[int, int]]) -> None:
@@ -161,5 +179,5 @@ def lead(cursor: sqlite3.Cursor, places: Mapping[Address, tuple[int, int]]) -> N
 
 def _owned(cursor: sqlite3.Cursor, pack: int) -> set[int]:
     """Offsets of the extents of a pack that somebody owns."""
-    query = "SELECT place FROM extents WHERE pack = ? AND owners > 0"
+    query = "SELECT DISTINCT place FROM owned WHERE pack = ?"
     return {place for (place,) in cursor.execute(query, (pack,))}

@@ -31,13 +31,11 @@ class Taken(NamedTuple):
     Attributes:
         pack: its id.
         stop: where its extents end.
-        extents: how many there are, the relocation table included.
         rows: which old addresses it answers for, and where.
     """
 
     pack: int
     stop: int
-    extents: int
     rows: list[Row]
 
 
@@ -95,7 +93,7 @@ class Intake:
             raise StoreError(
                 f"{self._folder.path_of(pack)} does not read back as it was written: {damage[:1]}"
             )
-        return Taken(pack, stop, found.extents, sorted(self._rows))
+        return Taken(pack, stop, sorted(self._rows))
 
     def __enter__(self) -> Intake:
         return self

@@ -1,18 +1,23 @@
 """Who owns which extent: the rows behind retain and release.
 
 Every call works inside the caller's transaction, so that a queue changes a task and the ownership of its
-payloads in one commit. An owner is a number: names have one in the table ``names``, a queue takes others.
+payloads in one commit. What an owner owns includes everything that its publications depend on. There is one
+row for an owner and an extent, and its primary key begins with the pack, so that a collection asks for each
+pack whether any row is left.
 
-An extent has a row from the first time that somebody owns it until its pack is gone. What an owner owns
-includes everything that its publications depend on.
+An owner is a number above zero. Its row is found again from the reference, without an index; but where a
+reference leads to several extents, and for names, which may own many, the number is stored negative, and a
+partial index over the negative ones finds all rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from spillover.errors import Collected
 from spillover.pool.folder import Folder
 from spillover.pool.reader import Reader
 from spillover.pool.reference import Ref
@@ -24,18 +29,16 @@ SCHEMA = """
 CREATE TABLE packs(
     id INTEGER PRIMARY KEY,
     status TEXT NOT NULL CHECK(status IN ('sealed', 'moved', 'deleting')),
-    stop INTEGER NOT NULL,
-    extents INTEGER NOT NULL
+    stop INTEGER NOT NULL
 );
-CREATE TABLE extents(
-    id INTEGER PRIMARY KEY,
+CREATE TABLE owned(
     pack INTEGER NOT NULL,
     place INTEGER NOT NULL,
+    owner INTEGER NOT NULL,
     length INTEGER NOT NULL,
-    owners INTEGER NOT NULL DEFAULT 0,
-    UNIQUE(pack, place)
-);
-CREATE TABLE owned(owner INTEGER NOT NULL, extent INTEGER NOT NULL, PRIMARY KEY(owner, extent)) WITHOUT ROWID;
+    PRIMARY KEY(pack, place, owner)
+) WITHOUT ROWID;
+CREATE INDEX owned_by_many ON owned(owner) WHERE owner < 0;
 CREATE TABLE names(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE roots(owner INTEGER NOT NULL, ref BLOB NOT NULL, PRIMARY KEY(owner, ref)) WITHOUT ROWID;
 CREATE TABLE moved(
@@ -44,12 +47,7 @@ CREATE TABLE moved(
     pack INTEGER NOT NULL,
     PRIMARY KEY(old_pool, old_pack, pack)
 ) WITHOUT ROWID;
-CREATE TRIGGER gained AFTER INSERT ON owned BEGIN
-    UPDATE extents SET owners = owners + 1 WHERE id = new.extent;
-END;
-CREATE TRIGGER lost AFTER DELETE ON owned BEGIN
-    UPDATE extents SET owners = owners - 1 WHERE id = old.extent;
-END;
+CREATE INDEX moved_to ON moved(pack);
 """
 CLOSURES = 1 << 16
 Placed = tuple[int, int, int]
@@ -87,26 +85,34 @@ class Ledger:
             Mismatch: one belongs to another pool.
             Corrupt: one is cut off, or an index that has to be read is damaged.
         """
-        rows = [(owner, placed) for owner, ref in pairs for placed in self.closure(ref)]
-        cursor.executemany(
-            "INSERT INTO extents(pack, place, length) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
-            [placed for _, placed in rows],
-        )
-        cursor.executemany(
-            "INSERT OR IGNORE INTO owned SELECT ?, id FROM extents WHERE pack = ? AND place = ?",
-            [(owner, pack, place) for owner, (pack, place, _) in rows],
+        self._insert(
+            cursor,
+            [
+                (-owner if ref.linked else owner, placed)
+                for owner, ref in pairs
+                for placed in self.closure(ref)
+            ],
         )
 
-    def disown(self, cursor: sqlite3.Cursor, owners: Sequence[int]) -> None:
-        """Let the owners own nothing any more."""
-        cursor.executemany("DELETE FROM owned WHERE owner = ?", [(owner,) for owner in owners])
+    def own_many(self, cursor: sqlite3.Cursor, owner: int, refs: Iterable[Ref]) -> None:
+        """Like `own` for an owner of many publications, which `disown_many` ends."""
+        self._insert(cursor, [(-owner, placed) for ref in refs for placed in self.closure(ref)])
 
-    def refuse(self, cursor: sqlite3.Cursor, refs: Iterable[Ref]) -> None:
-        """Note that nobody will own these publications, so that their writer holds them no longer."""
-        cursor.executemany(
-            "INSERT INTO extents(pack, place, length) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
-            [placed for ref in refs for placed in self.closure(ref)[:1]],
-        )
+    def disown(self, cursor: sqlite3.Cursor, pairs: Iterable[tuple[int, Ref]]) -> None:
+        """Undo `own`."""
+        rows: list[tuple[int, int, int]] = []
+        for owner, ref in pairs:
+            if ref.linked:
+                self.disown_many(cursor, owner)
+                continue
+            with contextlib.suppress(Collected):
+                pack, place, _ = self._place(ref)
+                rows.append((pack, place, owner))
+        cursor.executemany("DELETE FROM owned WHERE pack = ? AND place = ? AND owner = ?", rows)
+
+    def disown_many(self, cursor: sqlite3.Cursor, owner: int) -> None:
+        """Let an owner of many publications own nothing any more."""
+        cursor.execute("DELETE FROM owned WHERE owner = ? AND owner < 0", (-owner,))
 
     def closure(self, ref: Ref) -> list[Placed]:
         """Where a publication lies, and then everything that it depends on."""
@@ -135,3 +141,9 @@ class Ledger:
     def _place(self, ref: Ref) -> Placed:
         pack, offset = self._reader.place(ref, self.gone)
         return pack, offset, ref.length
+
+    def _insert(self, cursor: sqlite3.Cursor, rows: Sequence[tuple[int, Placed]]) -> None:
+        cursor.executemany(
+            "INSERT OR IGNORE INTO owned VALUES(?, ?, ?, ?)",
+            [(pack, place, owner, length) for owner, (pack, place, length) in rows],
+        )

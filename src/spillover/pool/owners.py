@@ -8,6 +8,7 @@ here. Owning is by publication, deleting by pack: see `spillover.pool.collection
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from spillover.pool.folder import Folder
 from spillover.pool.gate import resident
 from spillover.pool.reference import Ref
 from spillover.pool.transfer import Transfer, export_pool, import_pool
-from spillover.pool.writer import PACK_BYTES
+from spillover.pool.writer import PACK_BYTES, settle
 from spillover.state import State
 from spillover.store import LocalStore
 
@@ -89,6 +90,7 @@ class Owners:
     def __init__(self, folder: Folder, *, takeover: bool = False, pack_bytes: int = PACK_BYTES) -> None:
         self.folder = folder
         self._pack_bytes = pack_bytes
+        self._maintaining = threading.Lock()
         state = State(LocalStore(folder.path / "owner", folder.disk))
         self._owned = state.acquire({"work": "pool", "pool": folder.identity.id}, takeover=takeover)
         try:
@@ -109,8 +111,10 @@ class Owners:
 
     def retain_many(self, owners: dict[str, Iterable[Ref]]) -> None:
         """Like `retain` for several owners, all or none."""
-        self.catalogue.retain({name: [*refs] for name, refs in owners.items()})
+        named = {name: [*refs] for name, refs in owners.items()}
+        self.catalogue.retain(named)
         self._owned.check()
+        settle(self.folder, [ref for refs in named.values() for ref in refs])
 
     def release(self, *owners: str) -> None:
         """Let the owners own nothing any more. An owner that there is not is fine."""
@@ -128,12 +132,16 @@ class Owners:
     def collect(self, *, dry_run: bool = False) -> Collection:
         """Delete the packs that nobody needs; see `spillover.pool.collection`."""
         self._owned.check()
-        return collect(self.catalogue, dry_run=dry_run)
+        with self._maintaining:
+            return collect(self.catalogue, dry_run=dry_run)
 
     def compact(self, *, min_owned: float = MIN_OWNED, progress: Progress = _silent) -> Compaction:
         """Rewrite the packs of which less than ``min_owned`` is owned; see `spillover.pool.compaction`."""
         self._owned.check()
-        return compact(self.catalogue, min_owned=min_owned, pack_bytes=self._pack_bytes, progress=progress)
+        with self._maintaining:
+            return compact(
+                self.catalogue, min_owned=min_owned, pack_bytes=self._pack_bytes, progress=progress
+            )
 
     def export(self, names: Sequence[str], target: Path, *, progress: Progress = _silent) -> Transfer:
         """Write what the owners own to a file that another pool can import.
@@ -152,7 +160,8 @@ class Owners:
     def import_(self, source: Path, *, progress: Progress = _silent) -> Transfer:
         """Take in what `export` wrote, from any pool; its owners own it here, under its old references."""
         self._owned.check()
-        return import_pool(self.catalogue, source, pack_bytes=self._pack_bytes, progress=progress)
+        with self._maintaining:
+            return import_pool(self.catalogue, source, pack_bytes=self._pack_bytes, progress=progress)
 
     def writers(self) -> list[WriterInfo]:
         """The registered writers, dead ones that nobody retired yet included."""
@@ -173,9 +182,10 @@ class Owners:
             LockContended: the writer is alive.
         """
         self._owned.check()
-        refs = retire(self.folder, writer)
-        if adopt is not None:
-            self.retain(adopt, refs)
+        with self._maintaining:
+            refs = retire(self.folder, writer)
+            if adopt is not None:
+                self.retain(adopt, refs)
         return refs
 
     def stats(self) -> Stats:
@@ -183,7 +193,10 @@ class Owners:
         files = [*self.folder.list_packs()]
         with self.catalogue.reading() as cursor:
             ((owners,),) = cursor.execute("SELECT COUNT(*) FROM names").fetchall()
-            query = "SELECT COUNT(*), COALESCE(SUM(length), 0) FROM extents WHERE owners > 0"
+            query = (
+                "SELECT COUNT(*), COALESCE(SUM(length), 0) "
+                "FROM (SELECT pack, place, MAX(length) AS length FROM owned GROUP BY pack, place)"
+            )
             ((extents, owned),) = cursor.execute(query).fetchall()
             ((replaced,),) = cursor.execute("SELECT COUNT(*) FROM packs WHERE status = 'moved'").fetchall()
         identity = self.folder.identity

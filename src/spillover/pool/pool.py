@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ class Pool:
     """A pool as one process uses it; any number of threads may share it.
 
     Publishing registers a writer the first time; a forked child gets its own. What is published belongs to
-    this process until somebody retains it (see `owners`) or the pool is closed; collection, which runs only
-    when somebody asks, deletes what belongs to nobody.
+    this process until it is settled: `Owners.retain` in the same process does that, `settle` says that some
+    other process owns it. Closing the pool settles everything. Collection, which runs only when somebody
+    asks, deletes what belongs to nobody.
     """
 
     def __init__(self, folder: Folder, pack_bytes: int = PACK_BYTES) -> None:
@@ -157,6 +158,10 @@ class Pool:
             LockContended: another live process has it.
         """
         return Owners(self.folder, takeover=takeover, pack_bytes=self._pack_bytes)
+
+    def settle(self, refs: Iterable[Ref]) -> None:
+        """Let go of publications that another process owns by now; see `Writer.settle`."""
+        self.writer.settle(refs)
 
     def seal(self) -> None:
         """End the open pack, so that it can be collected or compacted."""

@@ -17,7 +17,7 @@ import contextlib
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from spillover.pool import gate
 from spillover.pool.extent import Copy, Draft, Link, Publication, Record, Submission
 from spillover.pool.folder import Folder
 from spillover.pool.group import Group
+from spillover.pool.held import Held
 from spillover.pool.layout import HEADER, PackHeader, Seal
 from spillover.pool.quota import Quota
 from spillover.pool.reference import Ref, pack_id
 from spillover.store.disk import refusal
 
-__all__ = ["PACK_BYTES", "Writer", "submission_key"]
+__all__ = ["PACK_BYTES", "Writer", "settle", "submission_key"]
 
 PACK_BYTES = 256 << 20
 """A pack that has grown to this is sealed and the next one begun."""
@@ -75,6 +76,7 @@ class Writer:
         self._pack: _Pack | None = None
         self._serial = 0
         self._closed = False
+        self._held = Held()
         self._answers: OrderedDict[bytes, tuple[list[bytes], Future[list[Ref]]]] = OrderedDict()
         _writers.add(self)
 
@@ -124,6 +126,14 @@ class Writer:
         ref = self.publish(records, dependencies=dependencies, submission=submission)
         return {name: ref.at(place) for place, name in enumerate(tensors)}
 
+    def settle(self, refs: Iterable[Ref]) -> None:
+        """Let go of publications that somebody owns by now, or that nobody will.
+
+        Until then this writer keeps them from collection, as long as it lives. References of other writers
+        are fine.
+        """
+        self._held.settle(refs)
+
     def seal(self) -> None:
         """End the open pack, so that it can be collected or compacted; later publications begin another."""
         self._group(None)
@@ -135,6 +145,7 @@ class Writer:
         with contextlib.suppress(Superseded):
             self.seal()
         self._closed = True
+        self._held.close()
         self._gate.leave()
 
     def __enter__(self) -> Writer:
@@ -174,6 +185,7 @@ class Writer:
         self._gate.check()
         answers: list[list[Ref] | BaseException] = []
         parts: list[bytes | memoryview] = []
+        offsets: list[int] = []
         pack = self._ready(sum(map(_weight, calls)))
         end = pack.end
         for drafts in calls:
@@ -184,12 +196,15 @@ class Writer:
                     Ref(self.folder.short, pack.id, end, draft.length, draft.check, None, draft.linked)
                 )
                 parts += draft.parts
+                offsets.append(end)
                 if draft.relocates:
                     pack.relocations = end
                 end += draft.length
             answers.append(refs)
         if parts:
-            self._write(pack, parts, end, sum(len(refs) for refs in answers if isinstance(refs, list)))
+            self._write(pack, parts, end)
+            pack.extents += len(offsets)
+            self._held.add(pack.id, offsets)
         if None in calls or pack.end >= self._pack_bytes:
             self._finish(pack)
         return answers
@@ -213,9 +228,10 @@ class Writer:
             except OSError as error:
                 raise refusal(error, str(path)) from error
             self._quota.refresh()
+            self._held.begin(number, file)
             return _Pack(number, path, file)
 
-    def _write(self, pack: _Pack, parts: list[bytes | memoryview], end: int, extents: int) -> None:
+    def _write(self, pack: _Pack, parts: list[bytes | memoryview], end: int) -> None:
         """Write behind the pack's durable end, sync, and make sure that it counts."""
         disk, start = self.folder.disk, pack.end
         if not pack.begun:
@@ -237,7 +253,7 @@ class Writer:
             self._leave(pack, cut=False)
             raise
         self._quota.add(end - start)
-        pack.end, pack.extents, pack.begun = end, pack.extents + extents, True
+        pack.end, pack.begun = end, True
         self._gate.check()
 
     def _leave(self, pack: _Pack, *, cut: bool) -> None:
@@ -249,6 +265,7 @@ class Writer:
                 disk.sync_data(pack.file)
                 return
         self._pack = None
+        self._held.end(pack.id)
         os.close(pack.file)
 
     def _finish(self, pack: _Pack) -> None:
@@ -264,6 +281,7 @@ class Writer:
         except OSError:  # an unsealed pack is whole as well: it counts as open until this writer ends
             pass
         finally:
+            self._held.end(pack.id)
             os.close(pack.file)
 
 
@@ -293,10 +311,21 @@ def _require_order(publications: Sequence[Publication]) -> None:
                 )
 
 
+def settle(folder: Folder, refs: Sequence[Ref]) -> None:
+    """Settle publications with whichever writer of this process made them."""
+    for writer in [*_writers]:
+        if writer.folder.id == folder.id:
+            writer.settle(refs)
+
+
 def _forget_in_child() -> None:
-    """A forked child must not keep the gates of its parent locked after the parent died."""
+    """A forked child must not keep the locks of its parent after the parent died."""
     for writer in _writers:
         writer._gate.forget()
+        writer._held.forget()
+        if writer._pack is not None:
+            os.close(writer._pack.file)
+            writer._pack = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
