@@ -14,6 +14,7 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+pytest_plugins = ["pool.gluster"]
 BUCKET = "spill-tests"
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 

@@ -54,13 +54,14 @@ def open_database(path: Path, generation: int, schema: str, version: int) -> sql
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Cursor]:
-    """One transaction: durable when the block ends, undone when it raises."""
+    """One transaction: durable when the block ends, or commits earlier; undone when it raises."""
     with translated(path):
         cursor = connection.cursor()
         cursor.execute("BEGIN IMMEDIATE")
         try:
             yield cursor
-            cursor.execute("COMMIT")
+            if connection.in_transaction:
+                cursor.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 cursor.execute("ROLLBACK")

@@ -99,6 +99,14 @@ class Owners:
             self._owned.release()
             raise
 
+    def check(self) -> None:
+        """Return if this process still owns the pool.
+
+        Raises:
+            Superseded: another process does.
+        """
+        self._owned.check()
+
     def retain(self, owner: str, refs: Iterable[Ref]) -> None:
         """Let ``owner`` own publications, and all that they depend on, besides what it owns already.
 
