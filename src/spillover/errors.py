@@ -20,6 +20,7 @@
         ├── Corrupt            bytes at rest do not match their manifest
         ├── Mismatch           the state belongs to different work
         ├── Conflict           a request was repeated with other content
+        ├── Stale              an attempt at a task is not its current one any more
         └── Collected          a payload is gone: nobody owned it
 
 ``str(error)`` is one line. ``hint`` is what the user can type or do next; the command line prints it
@@ -42,6 +43,7 @@ __all__ = [
     "NotFound",
     "Retry",
     "SpillError",
+    "Stale",
     "StateError",
     "StoreError",
     "StoreFull",
@@ -125,6 +127,10 @@ class Mismatch(StateError):
 
 class Conflict(StateError):
     """Raised when a request that was already answered is repeated with other content."""
+
+
+class Stale(StateError):
+    """Raised when an attempt at a task is not its current one: the lease ran out, or the task ended."""
 
 
 class Collected(StateError):

@@ -99,6 +99,11 @@ class Owners:
             self._owned.release()
             raise
 
+    @property
+    def generation(self) -> int:
+        """The fencing token of this ownership."""
+        return self._owned.generation
+
     def check(self) -> None:
         """Return if this process still owns the pool.
 
@@ -122,7 +127,7 @@ class Owners:
         named = {name: [*refs] for name, refs in owners.items()}
         self.catalogue.retain(named)
         self._owned.check()
-        settle(self.folder, [ref for refs in named.values() for ref in refs])
+        settle(ref for refs in named.values() for ref in refs)
 
     def release(self, *owners: str) -> None:
         """Let the owners own nothing any more. An owner that there is not is fine."""

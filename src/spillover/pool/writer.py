@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from spillover.errors import Conflict, InputError, StateError, Superseded
+from spillover.errors import Conflict, InputError, StateError, StoreError, Superseded, Unknown
 from spillover.pool import gate
 from spillover.pool.extent import Copy, Draft, Link, Publication, Record, Submission
 from spillover.pool.folder import Folder
@@ -106,8 +106,6 @@ class Writer:
         self, publications: Sequence[Publication], *, submission: str | None = None
     ) -> list[Ref]:
         """Like `publish` for several publications, which become durable together."""
-        if self._process != os.getpid():
-            raise StateError("a writer cannot be used in a forked process", hint="open the pool again there")
         _require_order(publications)
         if submission is None:
             return self.write([Draft(publication, self.id) for publication in publications])
@@ -135,16 +133,21 @@ class Writer:
         self._held.settle(refs)
 
     def seal(self) -> None:
-        """End the open pack, so that it can be collected or compacted; later publications begin another."""
-        self._group(None)
+        """End the open pack, so that it can be collected or compacted; later publications begin another.
+
+        Raises:
+            StoreError: it has no seal now. Its publications stay, and it ends when this writer does.
+        """
+        self._enter(None)
 
     def close(self) -> None:
         """Seal, and give up the gate. What nobody owns by now can be collected."""
         if self._closed or self._process != os.getpid():
             return
-        with contextlib.suppress(Superseded):
+        with contextlib.suppress(StoreError, Superseded):
             self.seal()
         self._closed = True
+        _writers.discard(self)
         self._held.close()
         self._gate.leave()
 
@@ -156,7 +159,12 @@ class Writer:
 
     def write(self, drafts: Sequence[Drafted]) -> list[Ref]:
         """Write extents that are complete; durable on return."""
-        return self._group(drafts) if drafts else []
+        return self._enter(drafts) if drafts else []
+
+    def _enter(self, drafts: Sequence[Drafted] | None) -> list[Ref]:
+        if self._process != os.getpid():
+            raise StateError("a writer cannot be used in a forked process", hint="open the pool again there")
+        return self._group(drafts)
 
     def _answer(self, key: bytes, submission: str, drafts: Sequence[Draft]) -> list[Ref]:
         """Submit once, however often and from however many threads the same request comes."""
@@ -170,8 +178,9 @@ class Writer:
         try:
             refs = self.write(drafts)
         except BaseException as error:
-            del self._answers[key]
-            mine.set_exception(error)
+            self._answers.pop(key, None)
+            interrupted = Unknown("the commit was interrupted: it may have happened or not")
+            mine.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
         mine.set_result(refs)
         while len(self._answers) > REMEMBERED:
@@ -183,6 +192,8 @@ class Writer:
         if self._closed:
             raise StateError("this writer is closed", hint="open the pool again")
         self._gate.check()
+        if self._pack is None and not any(calls):
+            return [[] for _ in calls]
         answers: list[list[Ref] | BaseException] = []
         parts: list[bytes | memoryview] = []
         offsets: list[int] = []
@@ -206,12 +217,15 @@ class Writer:
             pack.extents += len(offsets)
             self._held.add(pack.id, offsets)
         if None in calls or pack.end >= self._pack_bytes:
-            self._finish(pack)
+            unsealed = self._finish(pack)
+            if unsealed is not None:
+                return [unsealed if call is None else refs for call, refs in zip(calls, answers, strict=True)]
         return answers
 
     def _ready(self, size: int) -> _Pack:
         """The open pack, or a new one, with room for ``size`` bytes under the pool's limit."""
-        self._quota.require(size + HEADER)
+        if size:
+            self._quota.require(size + HEADER)
         if self._pack is None:
             self._pack = self._begin()
         return self._pack
@@ -221,14 +235,14 @@ class Writer:
             self._serial += 1
             number = pack_id(self.id, self._serial)
             path = self.folder.path_of(number)
+            self._quota.refresh()
             try:
                 file = self.folder.disk.open(path)
+                self._held.begin(number, file)
             except FileExistsError:  # of an earlier writer that drew the same id
                 continue
             except OSError as error:
                 raise refusal(error, str(path)) from error
-            self._quota.refresh()
-            self._held.begin(number, file)
             return _Pack(number, path, file)
 
     def _write(self, pack: _Pack, parts: list[bytes | memoryview], end: int) -> None:
@@ -246,43 +260,50 @@ class Writer:
             disk.sync_data(pack.file)
             if start == 0:
                 disk.sync_folder(self.folder.packs)
+            pack.end, pack.begun = end, True
         except OSError as error:
-            self._leave(pack, cut=not synced)
+            self._cut(pack, keep=not synced)
             raise refusal(error, str(pack.path)) from error
         except BaseException:
-            self._leave(pack, cut=False)
+            self._cut(pack, keep=False)
             raise
         self._quota.add(end - start)
-        pack.end, pack.begun = end, True
         self._gate.check()
 
-    def _leave(self, pack: _Pack, *, cut: bool) -> None:
-        """After a failed write, cut the pack back; after anything else, never touch it again."""
+    def _cut(self, pack: _Pack, *, keep: bool) -> None:
+        """Cut the pack back to its durable end; after anything but a failed write, never touch it again.
+
+        Cut in any case: what a failed sync left in the page cache would read as if it were on the disk.
+        """
         disk = self.folder.disk
-        if cut:
-            with contextlib.suppress(OSError):
-                disk.truncate(pack.file, pack.end if pack.begun else 0)
+        with contextlib.suppress(OSError):
+            disk.truncate(pack.file, pack.end if pack.begun else 0)
+            if keep:
                 disk.sync_data(pack.file)
                 return
         self._pack = None
         self._held.end(pack.id)
         os.close(pack.file)
 
-    def _finish(self, pack: _Pack) -> None:
-        """Seal the open pack, or remove it if nothing was published in it."""
+    def _finish(self, pack: _Pack) -> StoreError | None:
+        """Seal the open pack, or remove it if nothing was published in it; returns what went wrong.
+
+        A pack without a seal is whole as well: it counts as open until this writer ends.
+        """
         disk = self.folder.disk
         self._pack = None
         try:
             if not pack.begun:
                 disk.unlink(pack.path)
-                return
+                return None
             disk.write_at(pack.file, [Seal(pack.end, pack.extents, pack.relocations).encode()], pack.end)
             disk.sync_data(pack.file)
-        except OSError:  # an unsealed pack is whole as well: it counts as open until this writer ends
-            pass
+        except OSError as error:
+            return refusal(error, str(pack.path))
         finally:
             self._held.end(pack.id)
             os.close(pack.file)
+        return None
 
 
 @dataclass(slots=True)
@@ -311,16 +332,17 @@ def _require_order(publications: Sequence[Publication]) -> None:
                 )
 
 
-def settle(folder: Folder, refs: Sequence[Ref]) -> None:
-    """Settle publications with whichever writer of this process made them."""
-    for writer in [*_writers]:
-        if writer.folder.id == folder.id:
-            writer.settle(refs)
+def settle(refs: Iterable[Ref | None]) -> None:
+    """Settle publications with whichever writers of this process made them."""
+    found = [ref for ref in refs if ref is not None]
+    for writer in [*_writers] if found else ():
+        writer.settle(found)
 
 
 def _forget_in_child() -> None:
     """A forked child must not keep the locks of its parent after the parent died."""
-    for writer in _writers:
+    for writer in [*_writers]:
+        _writers.discard(writer)  # a child of this child inherits none of it
         writer._gate.forget()
         writer._held.forget()
         if writer._pack is not None:
