@@ -34,14 +34,18 @@ def page() -> str:
 
 
 def helps() -> Iterator[tuple[str, str]]:
-    """``spill`` and its commands in the order of its help, each with its help."""
+    """``spill`` and its commands in the order of its help, each with its help; groups go first."""
     root: Any = typer.main.get_command(app)
     context = root.context_class(root, info_name="spill", terminal_width=WIDTH)
-    yield "spill", _help(root, context)
-    for name in root.list_commands(context):
-        command = root.get_command(context, name)
-        settings = {"info_name": name, "parent": context, "terminal_width": WIDTH}
-        yield f"spill {name}", _help(command, command.context_class(command, **settings))
+    yield from _helps("spill", root, context)
+
+
+def _helps(name: str, command: Any, context: Any) -> Iterator[tuple[str, str]]:
+    yield name, _help(command, context)
+    for part in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        below = command.get_command(context, part)
+        settings = {"info_name": part, "parent": context, "terminal_width": WIDTH}
+        yield from _helps(f"{name} {part}", below, below.context_class(below, **settings))
 
 
 def _help(command: Any, context: Any) -> str:

@@ -36,6 +36,8 @@ STRUCTS = (
     "spillover.jobs.runs.JobFile",
     "spillover.jobs.runs.Manifest",
     "spillover.models.pins.Pin",
+    "spillover.pool.folder.Identity",
+    "spillover.pool.gate.Resident",
     "spillover.store.filesystem.Declaration",
 )
 """Documents that are read or written; the structs inside them are found from these."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import unicodedata
 from collections import Counter
 from importlib import resources
@@ -101,3 +104,22 @@ def test_the_commands_of_a_readme_name_files_that_the_example_brings(name):
     named = {Path(file) for file in re.findall(r"^    spill .*?(\S+\.jsonl)", readme, re.MULTILINE)}
     assert named
     assert all(file.parent == Path(name) and packaged(file.as_posix()).is_file() for file in named)
+
+
+def test_the_commands_of_the_pool_example_run_as_they_are_written(tmp_path):
+    readme = packaged("pool/README.md").read_text(encoding="utf-8")
+    commands = ["spill example pool", *re.findall(r"^    (.+)$", readme, re.MULTILINE)]
+    assert len(commands) == 7
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(commands)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "32 samples of 4 processes; the best 5 are kept\n2.6 MB became 0.4 MB" in done.stdout
+    assert "2 packs, 7 publications, 403.1 kB: nothing damaged" in done.stdout
+    assert done.stdout.endswith("6 publications, 402.6 kB taken in; owners: batch-1\n")
+    assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == ["README.md", "share.py"]

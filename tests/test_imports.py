@@ -15,7 +15,7 @@ MODULES = sorted((SRC / "spillover").rglob("*.py"))
 
 BELOW = {
     "errors": set(),
-    "examples": set(),
+    "examples": {"errors", "store", "state", "pool", "queue"},
     "store": {"errors"},
     "state": {"errors", "store"},
     "pool": {"errors", "store", "state"},

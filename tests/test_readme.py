@@ -74,3 +74,13 @@ def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found is not None
     exec(compile(found[1], "README.md", "exec"), {})
     assert capsys.readouterr().out == "{'step': 3}\n"
+
+
+def test_the_pool_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = re.search(r"<!-- pool -->\n```python\n(.*?)```\n<!-- end -->", README, re.DOTALL)
+    assert found is not None
+    assert len(found[1].splitlines()) <= 10
+    exec(compile(found[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out == "(1000000,) [5 6 7]\n"
+    assert shell("spill pool ls samples", tmp_path).split()[:2] == ["step-1", "1"]

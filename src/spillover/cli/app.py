@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spillover import __version__
-from spillover.cli import catalog, inspect, jobs, machine, prepare
+from spillover.cli import catalog, inspect, jobs, machine, pool, prepare, queue
 from spillover.errors import InputError
 
 __all__ = ["app", "usage_error"]
@@ -33,6 +33,8 @@ app.command("adapters")(catalog.adapters)
 app.command("check")(prepare.check)
 app.command("example")(prepare.example)
 app.command("doctor")(machine.doctor)
+app.add_typer(pool.app, name="pool")
+app.add_typer(queue.app, name="queue")
 
 
 def usage_error(error: typer.TyperException) -> InputError:

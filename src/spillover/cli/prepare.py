@@ -13,7 +13,7 @@ from spillover.errors import InputError
 
 __all__ = ["check", "example", "sample_file"]
 
-EXAMPLES = ("tickets", "prompts")
+EXAMPLES = ("tickets", "prompts", "pool")
 
 
 def check(
@@ -49,7 +49,7 @@ def example(
     to: Annotated[Path | None, typer.Option(help="Folder to write; NAME when not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that exists.")] = False,
 ) -> None:
-    """Write an example: data and the commands to type."""
+    """Write an example: files and the commands to type."""
     if name not in EXAMPLES:
         raise InputError(f"there is no example {name!r}", hint=f"spill example {EXAMPLES[0]}")
     target = to or Path(name)

@@ -90,9 +90,14 @@ def read_seal(file: int, path: str) -> Seal | None:
     """
     size = os.fstat(file).st_size
     data = os.pread(file, HEADER, size - HEADER) if size >= 2 * HEADER else b""
+    try:
+        seal = Seal.decode(b"SEAL" + data[4:], path)
+    except Corrupt:
+        if data[:4] != b"SEAL":
+            return None
+        raise
     if data[:4] != b"SEAL":
-        return None
-    seal = Seal.decode(data, path)
+        raise Corrupt(f"the seal of {path} is damaged")
     return seal if seal.end == size - HEADER else None
 
 

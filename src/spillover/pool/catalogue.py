@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-from spillover.pool.database import open_database, transaction, translated
+from spillover.errors import Collected, Corrupt, InputError, Mismatch, StateError
+from spillover.pool.database import open_database, require_sound, transaction, translated
 from spillover.pool.folder import Folder
 from spillover.pool.ledger import SCHEMA, VERSION, Ledger
 from spillover.pool.reader import Reader
@@ -35,6 +37,8 @@ class Catalogue:
         self.path = folder.path / NAME
         self.ledger = Ledger(folder, Reader(folder))
         self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._sound = False
         self._connection = open_database(self.path, generation, SCHEMA, VERSION)
         with self.changing() as cursor:
             self.ledger.load(cursor)
@@ -43,14 +47,33 @@ class Catalogue:
     @contextlib.contextmanager
     def changing(self) -> Iterator[sqlite3.Cursor]:
         """One transaction, durable at the end of the block. Threads take turns."""
-        with self._lock, transaction(self._connection, self.path) as cursor:
-            yield cursor
+        self._require_own()
+        with self._lock:
+            try:
+                with transaction(self._connection, self.path) as cursor:
+                    yield cursor
+            except BaseException:  # the ledger may have seen what was undone
+                with contextlib.suppress(sqlite3.Error):
+                    self.ledger.load(self._connection.cursor())
+                raise
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Cursor]:
         """A cursor to look with. Threads take turns."""
+        self._require_own()
         with self._lock, translated(self.path):
             yield self._connection.cursor()
+
+    def require_sound(self) -> None:
+        """Check the database, the first time: before anything is deleted on its word.
+
+        Raises:
+            Corrupt: it is damaged.
+        """
+        with self._lock:
+            if not self._sound:
+                require_sound(self._connection, self.path, SCHEMA)
+                self._sound = True
 
     def retain(self, owners: Mapping[str, Sequence[Ref]]) -> None:
         """Let each name own its publications, besides what it owns already; all or none.
@@ -61,12 +84,25 @@ class Catalogue:
         """
         with self.changing() as cursor:
             for name, refs in owners.items():
+                if not refs:
+                    continue
+                _require_text(name)
                 cursor.execute("INSERT INTO names(name) VALUES(?) ON CONFLICT DO NOTHING", (name,))
                 ((owner,),) = cursor.execute("SELECT id FROM names WHERE name = ?", (name,)).fetchall()
                 self.ledger.own_many(cursor, owner, refs)
                 cursor.executemany(
                     "INSERT OR IGNORE INTO roots VALUES(?, ?)", [(owner, ref.pack_bytes()) for ref in refs]
                 )
+
+    def complete(self, refs: Sequence[Ref]) -> list[Ref]:
+        """Those that can be owned: neither they nor what they depend on are gone or torn."""
+        found = []
+        with self.reading():
+            for ref in refs:
+                with contextlib.suppress(Collected, Corrupt, Mismatch):
+                    self.ledger.closure(ref)
+                    found.append(ref)
+        return found
 
     def release(self, names: Sequence[str]) -> None:
         """Let the names own nothing any more; names that there are not are fine."""
@@ -95,8 +131,24 @@ class Catalogue:
         if (path.read_bytes() != data) if path.exists() else rows:
             self.folder.replace_moved(data)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child, to which none of this belongs."""
+        return self._process != os.getpid()
+
+    def _require_own(self) -> None:
+        if self.inherited:
+            raise StateError("a pool's owners cannot be used in a forked process", hint="ask the parent")
+
     def close(self) -> None:
         """Close the database."""
         with self._lock:
             self.ledger.rest()
             self._connection.close()
+
+
+def _require_text(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name!r} cannot own anything: it is no text that UTF-8 can hold") from None

@@ -6,6 +6,7 @@ is passed or asked for, and stored bytes are never unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["BYTES", "JSON", "TENSOR", "DType", "dtype_named", "dtype_numbered", "encode"]
+__all__ = ["BYTES", "JSON", "TENSOR", "DType", "dtype_named", "dtype_numbered", "encode", "writable"]
 
 BYTES, JSON, TENSOR = 1, 2, 3
 """Codec numbers of the format."""
@@ -107,11 +108,54 @@ def encode(value: Any) -> Encoded:
         return Encoded(BYTES, 0, (), value)
     if isinstance(value, (bytearray, memoryview)):
         return Encoded(BYTES, 0, (), _flat(value))
-    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
-        return _encode_torch(torch, value)
-    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        return _encode_numpy(numpy, value)
+    if _is_torch(value):
+        return _encode_torch(sys.modules["torch"], value)
+    if _is_numpy(value, "ndarray") or _is_numpy(value, "generic"):
+        return _encode_numpy(sys.modules["numpy"], value)
     return Encoded(JSON, 0, (), encode_json(value))
+
+
+def writable(buffer: Any, size: int) -> memoryview:
+    """The first ``size`` bytes of a caller's buffer: of anything with the buffer protocol, or a CPU tensor.
+
+    Raises:
+        InputError: it is smaller, not contiguous, cannot be written, or is no buffer.
+    """
+    try:
+        if _is_torch(buffer):
+            view = _torch_bytes(sys.modules["torch"], buffer)
+        elif _is_numpy(buffer, "ndarray"):  # dtypes of ml_dtypes have no buffer protocol
+            view = memoryview(buffer.view("uint8") if buffer.ndim else buffer.reshape(1).view("uint8"))
+        else:
+            view = memoryview(buffer)
+        if not view.c_contiguous or view.readonly:
+            raise InputError("the buffer is not contiguous, or it cannot be written")
+        flat = view.cast("B") if view.nbytes else memoryview(bytearray())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"a {type(buffer).__name__} is no buffer to read into: {error}") from None
+    if len(flat) < size:
+        raise InputError(f"{size} bytes do not fit a buffer of {len(flat)} bytes")
+    return flat[:size]
+
+
+def _torch_bytes(torch: Any, tensor: torch.Tensor) -> memoryview:
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise InputError("the tensor to read into is not contiguous", hint="read into a new one and copy it")
+    if tensor.device.type != "cpu":
+        raise InputError(
+            f"a tensor on {tensor.device} cannot be read into", hint="read into a pinned one on the CPU"
+        )
+    found: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def _is_torch(value: Any) -> bool:
+    """Whether this is a PyTorch tensor. Another thread may be importing PyTorch at this moment."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _is_numpy(value: Any, kind: str) -> bool:
+    return isinstance(value, getattr(sys.modules.get("numpy"), kind, ()))
 
 
 def decode_json(data: bytes | bytearray) -> Any:
@@ -130,13 +174,16 @@ def encode_json(value: Any) -> bytes:
 
 def _flat(value: bytearray | memoryview) -> memoryview:
     view = memoryview(value)
-    return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+    if view.nbytes and view.c_contiguous:
+        with contextlib.suppress(ValueError):  # of a format that memoryview cannot cast
+            return view.cast("B")
+    return memoryview(view.tobytes())
 
 
 def _encode_numpy(numpy: Any, value: Any) -> Encoded:
     array: np.ndarray[Any, Any] = numpy.asarray(value)
     dtype = _BY_NAME.get(array.dtype.name)
-    if dtype is None or array.dtype.fields:
+    if dtype is None or array.dtype.fields or isinstance(value, numpy.ma.MaskedArray):
         raise InputError(
             f"an array of dtype {array.dtype} cannot be stored", hint="convert it to numbers first"
         )
@@ -148,9 +195,11 @@ def _encode_numpy(numpy: Any, value: Any) -> Encoded:
 def _encode_torch(torch: Any, value: torch.Tensor) -> Encoded:
     name = str(value.dtype).removeprefix("torch.")
     dtype = _BY_NAME.get(name)
-    if dtype is None or value.layout != torch.strided or value.is_quantized:
+    dense = value.layout == torch.strided and not value.is_nested and value.device.type != "meta"
+    if dtype is None or not dense or value.is_quantized:
         raise InputError(
-            f"a {name} tensor of layout {value.layout} cannot be stored", hint="make it dense first"
+            f"a {name} tensor of layout {value.layout} on {value.device} cannot be stored",
+            hint="make it dense first",
         )
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return Encoded(TENSOR, dtype.number, tuple(value.shape), plain.reshape(-1).view(torch.uint8).numpy().data)

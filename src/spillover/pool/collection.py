@@ -3,11 +3,12 @@
 Guarantee: a pack goes only when it is sealed, nobody owns anything in it, no reader has it open, and its
 writer is gone or has settled every publication in it.
 
-Steps: retire writers whose process is dead; list the packs, and only then the writers that are still
-registered, since a writer registers before it makes a pack; choose; lock each chosen pack alone, which
-fails while a reader or its writer holds it; record the deletion, durably; unlink; sync the folder; forget
-the rows. A crash between two steps leaves a pack that the next collection deletes again, never one that is
-missed by somebody: from the record on nobody can own anything in it.
+Steps: remove what dead processes left half written; retire writers whose process is dead; list the packs,
+and only then the writers that are still registered, since a writer registers before it makes a pack;
+choose; lock each chosen pack alone, which fails while a reader or its writer holds it; record the deletion,
+durably; unlink; sync the folder; forget the rows. A crash between two steps leaves a pack that the next
+collection deletes again, never one that is missed by somebody: from the record on nobody can own anything
+in it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from spillover.pool.catalogue import Catalogue
 from spillover.pool.folder import Folder
 from spillover.pool.reader import OpenPack
 from spillover.pool.reference import Ref, writer_of
-from spillover.pool.scan import extents, reference, survey
+from spillover.pool.scan import Extent, begun, reference, survey
 from spillover.store.disk import refusal
 
 __all__ = ["Collection", "PackState", "alone", "collect", "delete_packs", "pack_states", "retire"]
+
+BATCH = 256
+"""Packs that are locked at once; each lock takes a descriptor."""
 
 
 class Collection(msgspec.Struct, frozen=True):
@@ -81,8 +85,13 @@ def collect(catalogue: Catalogue, *, dry_run: bool = False) -> Collection:
         dry_run: only say what would be deleted.
     """
     damaged: list[str] = []
-    retired = 0 if dry_run else _retire_dead(catalogue.folder)
+    retired = 0
+    if not dry_run:
+        catalogue.folder.sweep()
+        retired = _retire_dead(catalogue.folder)
     states = pack_states(catalogue, damaged)
+    if dry_run:
+        states += _left_by_dead(catalogue, {state.pack for state in states})
     dead = [state for state in states if state.status != "sealed" or not state.owned]
     deleted = dead if dry_run else delete_packs(catalogue, dead)
     left = [*catalogue.folder.list_packs()]
@@ -107,21 +116,37 @@ def retire(folder: Folder, writer: int) -> list[Ref]:
     """
     gate.seize(folder, writer)
     found = []
-    for file in folder.list_packs():
-        if writer_of(file.pack) != writer:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            pack = OpenPack(folder, file.pack)
-            stop = survey(pack, lambda damage: None).end
-            for extent in extents(pack, stop):
-                place = Place(pack.file, str(pack.path), extent.offset)
-                found.append(reference(folder, file.pack, place, extent))
+    try:
+        for file in sorted(folder.list_packs()):
+            if writer_of(file.pack) == writer:
+                found += _whole(folder, file.pack)
+        folder.disk.sync_folder(folder.packs)
+    except OSError as error:
+        raise refusal(error, str(folder.packs)) from error
     return found
+
+
+def _whole(folder: Folder, number: int) -> list[Ref]:
+    """The publications of a pack that are whole, made durable: their writer may have died before it was."""
+    try:
+        pack = OpenPack(folder, number)
+    except FileNotFoundError:
+        return []
+    except Corrupt:
+        if begun(folder, number):
+            raise
+        return []
+    folder.disk.sync_data(pack.file)
+    found: list[Extent] = []
+    survey(pack, lambda damage: None, whole=lambda extent, index: found.append(extent))
+    path = pack.path
+    return [reference(folder, number, Place(pack.file, path, extent.offset), extent) for extent in found]
 
 
 def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
     """All sealed packs. Those that are new here get their row, those that are gone lose it."""
     folder = catalogue.folder
+    catalogue.require_sound()
     catalogue.ledger.rest()
     files = {file.pack: file for file in folder.list_packs()}
     writers = {*folder.list_writers()}  # after the packs: a writer registers before it makes one
@@ -150,16 +175,18 @@ def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
 
 def delete_packs(catalogue: Catalogue, states: Sequence[PackState]) -> list[PackState]:
     """Delete packs that no reader has open; returns those that went."""
-    folder, deleted = catalogue.folder, []
-    catalogue.ledger.rest()
+    deleted: list[PackState] = []
+    for first in range(0, len(states), BATCH):
+        deleted += _delete(catalogue, states[first : first + BATCH])
+    return deleted
+
+
+def _delete(catalogue: Catalogue, states: Sequence[PackState]) -> list[PackState]:
+    folder = catalogue.folder
     with contextlib.ExitStack() as locks:
-        for state in states:
-            with contextlib.suppress(LockContended):
-                locks.enter_context(alone(folder, state.pack))
-                deleted.append(state)
+        deleted = _record(catalogue, states, locks)
         if not deleted:
             return []
-        deleted = _record(catalogue, deleted)
         try:
             for state in deleted:
                 with contextlib.suppress(FileNotFoundError):
@@ -174,15 +201,23 @@ def delete_packs(catalogue: Catalogue, states: Sequence[PackState]) -> list[Pack
     return deleted
 
 
-def _record(catalogue: Catalogue, states: list[PackState]) -> list[PackState]:
-    """Record the deletions durably, but not of packs of which somebody owns something by now."""
+def _record(
+    catalogue: Catalogue, states: Sequence[PackState], locks: contextlib.ExitStack
+) -> list[PackState]:
+    """Lock packs and record their deletion durably, but not of those that are owned or open by now.
+
+    In one transaction: a thread that retains something opens packs while it has the catalogue, and must not
+    meet a lock that is held by a thread waiting for the catalogue.
+    """
+    chosen: list[PackState] = []
     with catalogue.changing() as cursor:
-        owned = "SELECT 1 FROM owned WHERE pack = ?"
-        chosen = [
-            state
-            for state in states
-            if state.status != "sealed" or cursor.execute(owned, (state.pack,)).fetchone() is None
-        ]
+        catalogue.ledger.rest()
+        for state in states:
+            owned = cursor.execute("SELECT 1 FROM owned WHERE pack = ?", (state.pack,)).fetchone()
+            if state.status != "sealed" or owned is None:
+                with contextlib.suppress(LockContended):
+                    locks.enter_context(alone(catalogue.folder, state.pack))
+                    chosen.append(state)
         cursor.executemany(
             "UPDATE packs SET status = 'deleting' WHERE id = ?", [(state.pack,) for state in chosen]
         )
@@ -213,6 +248,19 @@ def _retire_dead(folder: Folder) -> int:
     return count
 
 
+def _left_by_dead(catalogue: Catalogue, known: set[int]) -> list[PackState]:
+    """The packs that would be looked at besides ``known`` if dead writers were retired first."""
+    folder, found = catalogue.folder, []
+    dead = {writer for writer in folder.list_writers() if not gate.alive(folder, writer)}
+    for file in folder.list_packs():
+        if writer_of(file.pack) in dead and file.pack not in known:
+            with catalogue.reading() as cursor:
+                query = "SELECT 1 FROM owned WHERE pack = ?"
+                owned = cursor.execute(query, (file.pack,)).fetchone() is not None
+            found.append(PackState(file.pack, file.size, file.size, owned, "sealed"))
+    return found
+
+
 def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int] | None:
     """Id and end of a pack that is sealed, or whose writer is gone; else None.
 
@@ -224,10 +272,10 @@ def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     except Corrupt:
-        if not alive and folder.path_of(pack).stat().st_size <= 64:  # its first write was cut off
-            return pack, 0
-        raise
-    seal = read_seal(opened.file, str(opened.path))
+        if begun(folder, pack):
+            raise
+        return None if alive else (pack, 0)
+    seal = read_seal(opened.file, opened.path)
     if seal is not None:
         return pack, seal.end
     if alive:

@@ -20,10 +20,12 @@ from typing import NamedTuple
 import msgspec
 
 from spillover.errors import Corrupt, LockContended
-from spillover.pool.blocks import Place
+from spillover.pool.blocks import Place, read_seal
 from spillover.pool.catalogue import Catalogue
 from spillover.pool.collection import PackState, alone, delete_packs, pack_states
+from spillover.pool.folder import Folder
 from spillover.pool.intake import Intake, Taken, copied
+from spillover.pool.layout import HEADER
 from spillover.pool.reader import OpenPack
 from spillover.pool.reference import writer_of
 from spillover.pool.relocation import addresses_of
@@ -116,7 +118,7 @@ def _choose(catalogue: Catalogue, min_owned: float, damaged: list[str]) -> dict[
         with catalogue.reading() as cursor:
             query = "SELECT SUM(length) FROM (SELECT DISTINCT place, length FROM owned WHERE pack = ?)"
             ((owned,),) = cursor.execute(query, (state.pack,)).fetchall()
-        if not owned or owned >= min_owned * state.size:
+        if not owned or owned >= min_owned * (_filled(folder, state, damaged) or owned):
             continue
         if writer_of(state.pack) in writers:
             with contextlib.suppress(LockContended), alone(folder, state.pack):
@@ -124,6 +126,19 @@ def _choose(catalogue: Catalogue, min_owned: float, damaged: list[str]) -> dict[
         else:
             chosen[state] = owned
     return chosen
+
+
+def _filled(folder: Folder, state: PackState, damaged: list[str]) -> int:
+    """Bytes that publications take in a pack; 0 if it cannot be read."""
+    try:
+        pack = OpenPack(folder, state.pack)
+        seal = read_seal(pack.file, pack.path)
+    except Corrupt as error:
+        damaged.append(str(error))
+        return 0
+    except FileNotFoundError:
+        return 0
+    return (seal.relocations if seal and seal.relocations else state.stop) - HEADER
 
 
 def _copy(catalogue: Catalogue, state: PackState, intake: Intake) -> _Source:
@@ -134,12 +149,12 @@ def _copy(catalogue: Catalogue, state: PackState, intake: Intake) -> _Source:
     """
     folder = catalogue.folder
     pack = OpenPack(folder, state.pack)
-    place = Place(pack.file, str(pack.path), 0)
+    place = Place(pack.file, pack.path, 0)
     with catalogue.reading() as cursor:
         source = _Source(state, {offset: [] for offset in _owned(cursor, state.pack)})
     aliases = addresses_of(place)
     for offset, addresses in source.extents.items():
-        addresses += [(folder.short, state.pack, offset), *aliases.get(offset, [])]
+        addresses += aliases.get(offset, [(folder.short, state.pack, offset)])  # what references name
         here = place._replace(offset=offset)
         intake.add(copied(here, extent_at(here, state.stop)), addresses)
     return source
@@ -148,7 +163,6 @@ def _copy(catalogue: Catalogue, state: PackState, intake: Intake) -> _Source:
 def _record(catalogue: Catalogue, sources: Sequence[_Source], taken: Sequence[Taken]) -> list[PackState]:
     """Let the new packs take the place of the old ones; returns those that were replaced."""
     places = {row[:3]: (new.pack, row[3]) for new in taken for row in new.rows}
-    short = catalogue.folder.short
     with catalogue.changing() as cursor:
         replaced = [
             source for source in sources if _owned(cursor, source.state.pack) <= source.extents.keys()
@@ -157,7 +171,7 @@ def _record(catalogue: Catalogue, sources: Sequence[_Source], taken: Sequence[Ta
         for state, extents in replaced:
             cursor.executemany(
                 "UPDATE owned SET pack = ?, place = ? WHERE pack = ? AND place = ?",
-                [(*places[short, state.pack, offset], state.pack, offset) for offset in extents],
+                [(*places[found[0]], state.pack, offset) for offset, found in extents.items()],
             )
             cursor.execute("UPDATE packs SET status = 'moved' WHERE id = ?", (state.pack,))
             lead(cursor, {address: places[address] for found in extents.values() for address in found})

@@ -19,8 +19,9 @@ from spillover.pool.layout import (
     REFERENCE,
     RELOCATIONS,
     Entry,
-    ExtentHeader,
     Trailer,
+    extent_header,
+    extent_trailer,
     padding,
 )
 from spillover.pool.reference import Ref
@@ -96,7 +97,7 @@ class Draft:
         relocates: whether it is a relocation table.
     """
 
-    __slots__ = ("_local", "_trailer", "check", "index", "length", "linked", "parts", "relocates")
+    __slots__ = ("_local", "_tail", "check", "index", "length", "linked", "parts", "relocates")
 
     def __init__(
         self, publication: Publication, writer: int, submission: Submission = NO_SUBMISSION, flags: int = 0
@@ -109,13 +110,13 @@ class Draft:
             raise InputError(
                 "a publication is limited to 4 GiB of ids and metadata", hint="publish it in parts"
             )
-        index = b"".join([*entries, *table, *chunks, heap])
-        self.index = index + _ZEROS[: padding(len(index))]
+        span = ENTRY.size * count + REFERENCE * len(table) + DIGEST * len(chunks) + len(heap)
+        self.index = b"".join([*entries, *table, *chunks, heap, _ZEROS[: -span % ALIGN]])
         self.length = end + len(self.index) + HEADER
         self.linked = bool(table)
-        head = ExtentHeader(flags, self.length, end, *submission, writer)
-        self._trailer = Trailer(flags, self.length, end, count, len(table), len(chunks), b"")
-        self.parts: list[bytes | memoryview] = [head.encode(), *payloads]
+        self._tail = (flags, self.length, end, count, len(table), len(chunks))
+        head = extent_header(flags, self.length, end, *submission, writer)
+        self.parts: list[bytes | memoryview] = [head, *payloads]
         self.check = 0
         self.relocates = bool(flags & RELOCATIONS)
         if not self._local:
@@ -126,14 +127,14 @@ class Draft:
         if self._local:
             index = bytearray(self.index)
             for place, number in self._local:
-                start = self._trailer.records * ENTRY.size + place * REFERENCE
+                start = self._tail[3] * ENTRY.size + place * REFERENCE
                 index[start : start + REFERENCE] = earlier[number].pack_bytes()
             self._close(bytes(index))
 
     def _close(self, index: bytes) -> None:
         digest = _xxh3(index)
         self.check = int.from_bytes(digest[:8], "little")
-        self.parts += [index, self._trailer._replace(digest=digest).encode()]
+        self.parts += (index, extent_trailer(*self._tail, digest))
 
 
 class Copy(NamedTuple):
@@ -168,21 +169,23 @@ def _records(
     payloads: list[bytes | memoryview] = []
     chunks: list[bytes] = []
     heap: list[bytes] = []
-    seen: set[str] = set()
+    seen: set[bytes] = set()
+    numbers = {ref.whole(): number for number, ref in enumerate(dependencies) if isinstance(ref, Ref)}
     end, top = HEADER, 0
     for record in records:
-        name = record.id
-        if name in seen:
-            raise InputError(f"two records of one publication have the id {name!r}")
-        seen.add(name)
-        label = name.encode()
+        label = _label(record.id)
+        if label in seen:
+            raise InputError(f"two records of one publication have the id {record.id!r}")
+        seen.add(label)
         if isinstance(record, Link):
-            link = _linked(record, dependencies)
+            link = _linked(record, dependencies, numbers)
             entries.append(ENTRY.pack(0, 0, 0, top, len(label), 0, 0, 0, 0, 1, *link))
             heap.append(label)
             top += len(label)
             continue
-        codec, dtype, shape, data = _encoded(record)
+        payload = record.payload
+        plain = type(payload) is bytes
+        codec, dtype, shape, data = (codecs.BYTES, 0, (), payload) if plain else _encoded(record)
         note = codecs.encode_json(record.metadata) if record.metadata else b""
         size = len(data)
         entries.append(
@@ -208,16 +211,24 @@ def _encoded(record: Record) -> codecs.Encoded:
         raise InputError(f"record {record.id!r}: {error}", hint=error.hint) from None
 
 
-def _linked(link: Link, dependencies: list[Ref | int]) -> tuple[int, int]:
+def _label(name: str) -> bytes:
+    try:
+        return name.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InputError(f"{name!r} cannot be a record's id: it is no text that UTF-8 can hold") from None
+
+
+def _linked(link: Link, dependencies: list[Ref | int], numbers: dict[Ref, int]) -> tuple[int, int]:
     """Number of the dependency and of its record that ``link`` stands for."""
     if link.ref.ordinal is None:
         raise InputError(
             f"the link {link.id!r} points at a whole publication", hint="ref.at(n) is one record"
         )
     whole = link.ref.whole()
-    if whole not in dependencies:
+    number = numbers.setdefault(whole, len(dependencies))
+    if number == len(dependencies):
         dependencies.append(whole)
-    return dependencies.index(whole), link.ref.ordinal
+    return number, link.ref.ordinal
 
 
 def _dependencies(dependencies: Sequence[Ref | int]) -> tuple[list[bytes], list[tuple[int, int]]]:
@@ -226,7 +237,7 @@ def _dependencies(dependencies: Sequence[Ref | int]) -> tuple[list[bytes], list[
     for place, dependency in enumerate(dependencies):
         if isinstance(dependency, int):
             local.append((place, dependency))
-            table.append(bytes(REFERENCE))
+            table.append(dependency.to_bytes(REFERENCE, "little"))  # until `Draft.resolve` knows better
         else:
             table.append(dependency.whole().pack_bytes())
     return table, local
@@ -287,7 +298,11 @@ class Index:
         start = self._chunks + (entry.chunk + first) * DIGEST
         return self._data[start : start + count * DIGEST]
 
+    def dependency(self, number: int) -> Ref:
+        """One of the publications that this one needs."""
+        start = self._links + number * REFERENCE
+        return Ref.from_bytes(self._data[start : start + REFERENCE])
+
     def dependencies(self) -> list[Ref]:
         """The publications that this one needs."""
-        table = self._data[self._links : self._chunks]
-        return [Ref.from_bytes(table[at : at + REFERENCE]) for at in range(0, len(table), REFERENCE)]
+        return [self.dependency(number) for number in range(self.trailer.dependencies)]

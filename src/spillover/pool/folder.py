@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,8 @@ from spillover.errors import Corrupt, InputError, Lost, Mismatch, NotFound, Stat
 from spillover.pool.layout import VERSION
 from spillover.pool.reference import Ref, pack_id, pack_name
 from spillover.store import LocalStore
-from spillover.store.disk import Disk
+from spillover.store.disk import Disk, refusal
+from spillover.store.local import TEMPORARY
 
 __all__ = ["Folder", "Identity", "PackFile"]
 
@@ -44,8 +45,8 @@ class Identity(msgspec.Struct, frozen=True):
     """
 
     format: int
-    id: str
-    max_bytes: int | None = None
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class PackFile(NamedTuple):
@@ -73,6 +74,7 @@ class Folder:
         self.path = Path(os.path.abspath(path))
         self.disk = disk or Disk()
         self.packs = self.path / "packs"
+        self._packs_name = str(self.packs)
         self.writers = self.path / "writers"
         self.moved = self.path / "moved"
         self._store = LocalStore(self.path, self.disk)
@@ -90,15 +92,19 @@ class Folder:
         """
         store = LocalStore(path, disk)
         if not (store.root / IDENTITY).exists():
-            if store.root.is_dir() and any(store.root.iterdir()):
+            strange = store.root.is_dir() and any(not _temporary(entry) for entry in store.root.iterdir())
+            if strange and not (store.root / IDENTITY).exists():
                 raise StateError(f"{path} is not empty and holds no pool", hint="choose an empty folder")
             store.require_safe()
             identity = Identity(VERSION, _new_id(), max_bytes)
             with contextlib.suppress(Lost):
                 store.create(IDENTITY, msgspec.json.encode(identity))
         folder = cls(path, disk)
-        for part in (folder.packs, folder.writers):
-            store.make_folder(part)
+        try:
+            for part in (folder.packs, folder.writers):
+                store.make_folder(part)
+        except OSError as error:
+            raise refusal(error, str(path)) from error
         return folder
 
     def limit(self, max_bytes: int | None) -> None:
@@ -114,6 +120,10 @@ class Folder:
     def path_of(self, pack: int) -> Path:
         """The file of a pack."""
         return self.packs / f"{pack_name(pack)}.pack"
+
+    def name_of(self, pack: int) -> str:
+        """`path_of` as text; quicker, for those that open many."""
+        return f"{self._packs_name}/{pack_name(pack)}.pack"
 
     def gate_of(self, writer: int) -> Path:
         """The file that a live writer keeps locked."""
@@ -141,6 +151,10 @@ class Folder:
         """Replace the file ``moved``, durably."""
         self._store.write(self.moved.name, data)
 
+    def sweep(self) -> None:
+        """Remove the temporary files of processes that died while they wrote."""
+        self._store.sweep()
+
     def used(self) -> int:
         """Bytes that all packs take."""
         return sum(pack.size for pack in self.list_packs())
@@ -163,7 +177,7 @@ class Folder:
             blob = self._store.read(IDENTITY)
         except NotFound:
             raise InputError(
-                f"{self.path} holds no pool", hint="Pool.open(path, create=True) makes one"
+                f"{self.path} holds no pool", hint="Pool.open(path, create=True) makes one, if the path is right"
             ) from None
         try:
             found = msgspec.json.decode(blob.data, type=Identity)
@@ -175,6 +189,11 @@ class Folder:
                 hint="pip install --upgrade spillover",
             )
         return found, blob.version
+
+
+def _temporary(path: Path) -> bool:
+    """Whether a file is what a process left that died while it made the pool."""
+    return path.name.startswith(TEMPORARY)
 
 
 def _new_id() -> str:

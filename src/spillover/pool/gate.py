@@ -24,7 +24,7 @@ from spillover.pool.folder import Folder
 from spillover.store.disk import refusal
 from spillover.store.local import FileHold
 
-__all__ = ["Gate", "Resident", "enter", "resident", "seize"]
+__all__ = ["Gate", "Resident", "alive", "enter", "resident", "seize"]
 
 _BITS = 39
 """A writer id and a serial of 24 bits make a pack id that fits a signed 64-bit integer."""
@@ -43,7 +43,8 @@ class Gate:
     def __init__(self, writer: int, hold: FileHold) -> None:
         self.writer = writer
         self._hold = hold
-        self._inode = os.stat(hold.path).st_ino
+        self._name = str(hold.path)
+        self._inode = os.stat(self._name).st_ino
 
     def check(self) -> None:
         """Return if nobody retired this writer.
@@ -52,10 +53,12 @@ class Gate:
             Superseded: somebody did.
         """
         try:
-            if os.stat(self._hold.path).st_ino == self._inode:
+            if os.stat(self._name).st_ino == self._inode:
                 return
         except FileNotFoundError:
             pass
+        except OSError as error:
+            raise refusal(error, self._name) from error
         raise Superseded(
             f"writer {self.writer:010x} was retired: nothing it writes from now on counts",
             hint="open the pool again to get a new writer",
@@ -88,7 +91,11 @@ def enter(folder: Folder) -> Gate:
             continue
         except OSError as error:
             raise refusal(error, str(folder.path)) from error
-        path.write_bytes(msgspec.json.encode(Resident(socket.gethostname(), os.getpid())))
+        try:
+            path.write_bytes(msgspec.json.encode(Resident(socket.gethostname(), os.getpid())))
+        except OSError as error:
+            hold.release()
+            raise refusal(error, str(folder.path)) from error
         return Gate(writer, hold)
 
 
@@ -98,6 +105,17 @@ def resident(path: Path) -> Resident:
         return msgspec.json.decode(path.read_bytes(), type=Resident)
     except (OSError, msgspec.DecodeError):
         return Resident()
+
+
+def alive(folder: Folder, writer: int) -> bool:
+    """Whether a registered writer's process lives. Its gate stays as it is."""
+    try:
+        FileHold(folder.gate_of(writer), create=False).close()
+    except LockContended:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def seize(folder: Folder, writer: int) -> bool:
@@ -117,6 +135,9 @@ def seize(folder: Folder, writer: int) -> bool:
             f"writer {writer:010x} is process {who.pid} on {who.host}, which is alive",
             hint="stop that process first",
         ) from None
-    hold.release()
-    folder.disk.sync_folder(folder.writers)
+    try:
+        hold.release()
+        folder.disk.sync_folder(folder.writers)
+    except OSError as error:
+        raise refusal(error, str(path)) from error
     return True

@@ -89,7 +89,7 @@ class Intake:
     def _checked(self, pack: int, stop: int) -> Taken:
         damage: list[Corrupt] = []
         found = survey(OpenPack(self._folder, pack), damage.append)
-        if damage or found.end != stop:
+        if damage or not found.sealed or found.end != stop:
             raise StoreError(
                 f"{self._folder.path_of(pack)} does not read back as it was written: {damage[:1]}"
             )
@@ -109,9 +109,14 @@ def copied(place: Place, extent: Extent) -> Copy:
         Corrupt: it is damaged.
     """
     index = verify_extent(place, extent.header)
-    data = os.pread(place.file, extent.header.length, extent.offset)
+    stop = extent.stop
+    parts: list[bytes | memoryview] = [
+        os.pread(place.file, min(BATCH, stop - start), start) for start in range(extent.offset, stop, BATCH)
+    ]
+    if sum(map(len, parts)) != extent.header.length:
+        raise Corrupt(f"{place} is cut off: the pack ends before it")
     check = int.from_bytes(index.trailer.digest[:8], "little")
-    return Copy([data], len(data), check, bool(index.trailer.dependencies))
+    return Copy(parts, extent.header.length, check, bool(index.trailer.dependencies))
 
 
 def relocation_draft(rows: Sequence[Row], writer: int, metadata: dict[str, Any] | None = None) -> Draft:

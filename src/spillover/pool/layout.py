@@ -141,9 +141,6 @@ class ExtentHeader(NamedTuple):
     parts: int
     writer: int
 
-    def encode(self) -> bytes:
-        return checked(_EXTENT.pack(b"EXT1", *self))
-
     @classmethod
     def decode(cls, data: bytes, where: str) -> ExtentHeader:
         if len(data) != HEADER or data[:4] != b"EXT1":
@@ -173,15 +170,26 @@ class Trailer(NamedTuple):
     chunks: int
     digest: bytes
 
-    def encode(self) -> bytes:
-        return checked(_TRAILER.pack(b"END1", *self))
-
     @classmethod
     def decode(cls, data: bytes | memoryview, where: str) -> Trailer:
         if len(data) != HEADER or data[:4] != b"END1":
             raise Corrupt(f"{where} has no trailer where it should end")
         require_check(data, f"the trailer of {where}")
         return cls(*_TRAILER.unpack_from(data)[1:])
+
+
+def extent_header(
+    flags: int, length: int, index_at: int, submission: bytes, part: int, parts: int, writer: int
+) -> bytes:
+    """The bytes of an `ExtentHeader`."""
+    return checked(_EXTENT.pack(b"EXT1", flags, length, index_at, submission, part, parts, writer))
+
+
+def extent_trailer(
+    flags: int, length: int, index_at: int, records: int, dependencies: int, chunks: int, digest: bytes
+) -> bytes:
+    """The bytes of a `Trailer`."""
+    return checked(_TRAILER.pack(b"END1", flags, length, index_at, records, dependencies, chunks, digest))
 
 
 class Seal(NamedTuple):

@@ -166,7 +166,7 @@ class Owners:
         for name, refs in owners.items():
             if not refs:
                 raise InputError(
-                    f"{self.folder.path} has no owner {name!r}", hint="spill pool ls POOL lists them"
+                    f"{self.folder.path} has no owner {name!r}", hint=f"spill pool ls {self.folder.path}"
                 )
         return export_pool(self.folder, owners, target, progress)
 
@@ -185,8 +185,8 @@ class Owners:
         """End a writer whose process is dead; nothing it may still write counts from here on.
 
         Args:
-            adopt: an owner that takes over all its publications that are whole. Without one, those that
-                nobody owns go with the next collection.
+            adopt: an owner that takes over all its publications that are whole, with all that they depend
+                on. Without one, those that nobody owns go with the next collection.
 
         Returns:
             Those publications.
@@ -196,7 +196,7 @@ class Owners:
         """
         self._owned.check()
         with self._maintaining:
-            refs = retire(self.folder, writer)
+            refs = self.catalogue.complete(retire(self.folder, writer))
             if adopt is not None:
                 self.retain(adopt, refs)
         return refs
@@ -220,7 +220,9 @@ class Owners:
         )
 
     def close(self) -> None:
-        """Close the catalogue and give the ownership up."""
+        """Close the catalogue and give the ownership up; in a forked child, which has neither, do nothing."""
+        if self.catalogue.inherited:
+            return
         self.catalogue.close()
         self._owned.release()
 

@@ -128,7 +128,10 @@ class Pool:
         return receipt(self.folder, submission)
 
     def read(self, ref: Ref) -> RecordSet:
-        """The records of a publication; see `Reader.read`. Their packs stay while this object lives."""
+        """The records of a publication; see `Reader.read`. Its pack stays on disk while this object lives.
+
+        The packs of what it links to do not: `pin` keeps these as well.
+        """
         return self.reader().read(ref)
 
     def record(self, ref: Ref) -> Record:

@@ -1,6 +1,7 @@
 """Reading: every byte is checked before it is handed out, and nothing else is read than what was asked for.
 
-A session keeps the packs it touched open, each under a shared flock, and remembers the indexes it parsed.
+A session keeps the packs that it touched last open, each under a shared flock, and remembers the indexes it
+parsed; record sets and tensors keep their own pack open for as long as they live.
 The collector deletes a pack only while it holds that lock alone, so what a session has open stays, on
 every machine that shares the mount, until the session lets go or its process dies. No lease is involved:
 time says nothing about whether a reader stopped.
@@ -13,8 +14,10 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spillover.errors import Collected, Corrupt, InputError
@@ -33,7 +36,13 @@ __all__ = ["Indexes", "OpenPack", "Pin", "Reader", "RecordSet"]
 INDEX_BYTES = 32 << 20
 """Parsed indexes that a session remembers."""
 OPEN_PACKS = 64
+"""Packs that a session keeps open."""
+INDEX_OVERHEAD = 1 << 10
+"""What Python needs to remember an index, about, besides its bytes."""
 T = TypeVar("T")
+
+
+_packs: weakref.WeakSet[OpenPack] = weakref.WeakSet()
 
 
 class OpenPack:
@@ -49,30 +58,52 @@ class OpenPack:
 
     def __init__(self, folder: Folder, pack: int) -> None:
         self.id = pack
-        self.path = folder.path_of(pack)
+        self.path = folder.name_of(pack)
         self.file = -1
         self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        _packs.add(self)
         fcntl.flock(self.file, fcntl.LOCK_SH)
         state = os.fstat(self.file)
         if state.st_nlink == 0:  # deleted between open and flock
             raise FileNotFoundError(self.path)
         self.size = state.st_size
-        header = PackHeader.decode(os.pread(self.file, HEADER, 0), str(self.path))
+        header = PackHeader.decode(os.pread(self.file, HEADER, 0), self.path)
         if header.pool != folder.id or header.pack != pack:
             raise Corrupt(f"{self.path} is a pack of another pool or name")
 
     def __del__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the pack go."""
         if self.file >= 0:
             os.close(self.file)
+            self.file = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record's payload where it is stored. Holds its pack on disk."""
+
+    reader: Reader
+    pack: OpenPack
+    ref: Ref
+    index: Index
+    entry: Entry
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Read payload bytes from ``start`` on; only the chunks that they touch are read and checked."""
+        self.reader.fill(self.ref, self.index, self.entry, start, into)
 
 
 class RecordSet(Mapping[str, Record]):
     """The records of one publication by id, in order. Payloads are read when a record is asked for."""
 
-    def __init__(self, reader: Reader, ref: Ref, index: Index) -> None:
+    def __init__(self, reader: Reader, ref: Ref, index: Index, pack: OpenPack) -> None:
         self.ref = ref
         self._reader = reader
         self._index = index
+        self._pack = pack
         self._places = {index.id(entry): place for place, entry in enumerate(index.entries())}
 
     def __getitem__(self, name: str) -> Record:
@@ -115,10 +146,10 @@ class Indexes:
         key = (ref.pool, ref.pack, ref.offset)
         with self._lock:
             if key not in self._found:
-                self._bytes += index.nbytes
+                self._bytes += index.nbytes + INDEX_OVERHEAD
             self._found[key] = index
             while self._bytes > INDEX_BYTES and len(self._found) > 1:
-                self._bytes -= self._found.popitem(last=False)[1].nbytes
+                self._bytes -= self._found.popitem(last=False)[1].nbytes + INDEX_OVERHEAD
 
 
 class Reader:
@@ -148,7 +179,8 @@ class Reader:
             Corrupt: its index is damaged; the message names pack and extent.
             Mismatch: it belongs to another pool.
         """
-        return RecordSet(self, ref.whole(), self.index(ref))
+        index = self.index(ref)
+        return RecordSet(self, ref.whole(), index, self._locate(ref)[0])
 
     def record(self, ref: Ref) -> Record:
         """One record, its payload read and checked; a tensor is only described.
@@ -161,7 +193,7 @@ class Reader:
         if entry.codec == codecs.TENSOR:
             return Record(name, self._tensor(found, index, entry), metadata)
         data = bytearray(entry.length)
-        self._fill(found, index, entry, 0, memoryview(data))
+        self.fill(found, index, entry, 0, memoryview(data))
         value = codecs.decode_json(data) if entry.codec == codecs.JSON else bytes(data)
         return Record(name, value, metadata)
 
@@ -180,21 +212,22 @@ class Reader:
         """Read a record's payload into the front of ``buffer``; returns its size in bytes.
 
         Raises:
-            InputError: ``buffer`` is smaller than the payload.
+            InputError: ``buffer`` is smaller than the payload, or cannot be written.
         """
         ref, index, entry = self._find(ref)
-        view = memoryview(buffer).cast("B")
-        if len(view) < entry.length:
-            raise InputError(f"record {index.id(entry)!r} has {entry.length} bytes, the buffer {len(view)}")
-        self._fill(ref, index, entry, 0, view[: entry.length])
+        self.fill(ref, index, entry, 0, codecs.writable(buffer, entry.length))
         return entry.length
 
     def read_bytes(self, ref: Ref, start: int, into: memoryview) -> None:
-        """Read a part of a record's payload; only the chunks that it touches are read and checked."""
+        """Read a part of a record's payload; only the chunks that it touches are read and checked.
+
+        Raises:
+            InputError: the payload has no such bytes.
+        """
         ref, index, entry = self._find(ref)
         if start < 0 or start + len(into) > entry.length:
             raise InputError(f"record {index.id(entry)!r} has no bytes {start} to {start + len(into)}")
-        self._fill(ref, index, entry, start, into)
+        self.fill(ref, index, entry, start, into)
 
     def index(self, ref: Ref) -> Index:
         """The index of an extent, checked."""
@@ -264,7 +297,7 @@ class Reader:
                 ) from None
             if entry.kind == 0:
                 return ref, index, entry
-            ref = index.dependencies()[entry.dependency].at(entry.ordinal)
+            ref = index.dependency(entry.dependency).at(entry.ordinal)
 
     def _name(self, ref: Ref) -> str:
         """What a record is called in its own publication, be it a link or not."""
@@ -277,9 +310,11 @@ class Reader:
             raise Corrupt(
                 f"record {index.id(entry)!r} of {self._where(ref)} has the unknown dtype {entry.dtype}"
             )
-        return Tensor(self, ref, index.id(entry), dtype, index.shape(entry))
+        pack, _ = self._locate(ref)
+        return Tensor(Stored(self, pack, ref, index, entry), index.id(entry), dtype, index.shape(entry))
 
-    def _fill(self, ref: Ref, index: Index, entry: Entry, start: int, into: memoryview) -> None:
+    def fill(self, ref: Ref, index: Index, entry: Entry, start: int, into: memoryview) -> None:
+        """Read payload bytes of a record that was found before; see `read_payload`."""
         self._reading(ref, lambda place: read_payload(place, index, entry, start, into))
 
     def _reading(self, ref: Ref, act: Callable[[Place], T]) -> T:
@@ -289,26 +324,27 @@ class Reader:
         """
         pack, offset = self._locate(ref)
         try:
-            return act(Place(pack.file, str(pack.path), offset))
+            return act(Place(pack.file, pack.path, offset))
         except Corrupt:
             with self._lock:
                 self._packs.pop(pack.id, None)
         pack, offset = self._locate(ref)
-        return act(Place(pack.file, str(pack.path), offset))
+        return act(Place(pack.file, pack.path, offset))
 
     def _locate(self, ref: Ref, gone: Container[int] = ()) -> tuple[OpenPack, int]:
         """The open pack that holds an extent now, and where in it."""
-        if ref.pool == self.folder.short and ref.pack not in gone:
-            pack = self._open(ref.pack)
-            if pack is not None:
-                return pack, ref.offset
-        for target in self._relocations.targets(ref.pool, ref.pack):
-            pack = self._open(target) if target not in gone else None
-            if pack is None:
-                continue
-            offset = self._relocations.find(Place(pack.file, str(pack.path), 0), target, ref)
-            if offset is not None:
-                return pack, offset
+        for _ in range(2):  # where the file ``moved`` led to may have been replaced while we looked
+            if ref.pool == self.folder.short and ref.pack not in gone:
+                pack = self._open(ref.pack)
+                if pack is not None:
+                    return pack, ref.offset
+            for target in self._relocations.targets(ref.pool, ref.pack):
+                pack = self._open(target) if target not in gone else None
+                if pack is None:
+                    continue
+                offset = self._relocations.find(Place(pack.file, pack.path, 0), target, ref)
+                if offset is not None:
+                    return pack, offset
         self.folder.require_own(ref)
         raise Collected(
             f"{self._where(ref)} is gone: nobody owned it when the pool was collected",
@@ -356,3 +392,12 @@ class Pin:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _forget_in_child() -> None:
+    """A forked child must not keep packs on disk that its parent read, after the parent died."""
+    for pack in [*_packs]:
+        pack.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

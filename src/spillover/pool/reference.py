@@ -16,6 +16,7 @@ _PACKED = struct.Struct("<QQQQQII")
 _ALL = 0xFFFFFFFF
 _LINKED = 1
 _SERIAL_BITS = 24
+_LARGEST = (1 << 63) - 1
 
 
 class Ref(msgspec.Struct, frozen=True, gc=False):
@@ -69,6 +70,8 @@ class Ref(msgspec.Struct, frozen=True, gc=False):
             raise InputError(f"a reference has {_PACKED.size} bytes, not {len(data)}") from None
         if flags & ~_LINKED:
             raise InputError(f"a reference with unknown flags {flags:#x}")
+        if offset + length > _LARGEST:
+            raise InputError(f"a reference to bytes {offset} to {offset + length}, which no file has")
         return cls(pool, pack, offset, length, check, None if ordinal == _ALL else ordinal, bool(flags))
 
     def __str__(self) -> str:

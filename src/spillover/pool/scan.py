@@ -7,16 +7,30 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from spillover.errors import Corrupt
 from spillover.pool.blocks import PIECE, Place, read_index, read_payload, read_seal
 from spillover.pool.extent import Index
-from spillover.pool.folder import Folder
+from spillover.pool.folder import Folder, PackFile
 from spillover.pool.layout import ALIGN, HEADER, ExtentHeader, Trailer, padding
 from spillover.pool.reader import OpenPack
-from spillover.pool.reference import Ref
+from spillover.pool.reference import Ref, writer_of
+from spillover.pool.relocation import addresses_of
 from spillover.pool.writer import submission_key
+from spillover.store.disk import refusal
 
-__all__ = ["Extent", "Survey", "extent_at", "extents", "receipt", "reference", "survey", "verify_extent"]
+__all__ = [
+    "Extent",
+    "Survey",
+    "begun",
+    "extent_at",
+    "extents",
+    "receipt",
+    "reference",
+    "survey",
+    "verify_extent",
+]
 
 Damage = Callable[[Corrupt], None]
 
@@ -50,58 +64,90 @@ class Survey(NamedTuple):
 
 
 def extents(pack: OpenPack, stop: int) -> Iterator[Extent]:
-    """The extents before ``stop``, by their headers alone.
-
-    Raises:
-        Corrupt: a header is damaged, or an extent reaches beyond ``stop``.
-    """
+    """The extents before ``stop``, by their headers alone. What lies between whole headers is skipped."""
     offset = HEADER
     while offset < stop:
-        extent = extent_at(Place(pack.file, str(pack.path), offset), stop)
+        place = Place(pack.file, pack.path, offset)
+        try:
+            extent = extent_at(place, stop)
+        except Corrupt:
+            offset = _next_header(place, stop)
+            continue
         yield extent
         offset = extent.stop
 
 
-def survey(pack: OpenPack, damage: Damage, progress: Callable[[int], None] = lambda size: None) -> Survey:
+def survey(
+    pack: OpenPack,
+    damage: Damage,
+    progress: Callable[[int], None] = lambda size: None,
+    whole: Callable[[Extent, Index], None] = lambda extent, index: None,
+) -> Survey:
     """Check every byte of a pack.
 
-    In a pack without a seal the first thing that does not check is the end: a publication that was never
-    acknowledged. In a sealed pack it is damage, and the scan goes on behind it.
+    In a pack without a seal, what does not check and has nothing whole behind it is a publication that was
+    cut off and never acknowledged. Everything else that does not check is damage. (If the power fails while
+    several publications share a write, one that is cut off may have a whole one behind it. It counts as
+    damage too: to say so is better than to be silent about one that was acknowledged.)
 
     Args:
         damage: told of everything that is damaged.
         progress: told of bytes as they are checked.
+        whole: told of every extent that is whole.
     """
     sealed, stop = _end(pack, damage)
-    offset, count = HEADER, 0
+    offset, end, count = HEADER, HEADER, 0
+    broken: list[Corrupt] = []
     while offset < stop:
-        place = Place(pack.file, str(pack.path), offset)
+        place = Place(pack.file, pack.path, offset)
         following = offset
         try:
             extent = extent_at(place, stop)
             following = extent.stop
-            verify_extent(place, extent.header)
-            count += 1
+            whole(extent, verify_extent(place, extent.header))
         except Corrupt as error:
-            if not sealed:
-                break
-            damage(error)
+            broken.append(error)
             if following == offset:
                 following = _next_header(place, stop)
+        else:
+            count, end = count + 1, following
+            _tell(damage, broken)
         progress(following - offset)
         offset = following
-    return Survey(offset, count, sealed, 0 if sealed else stop - offset)
+    if sealed:
+        _tell(damage, broken)
+        return Survey(stop, count, True, 0)
+    return Survey(end, count, False, stop - end)
+
+
+def _tell(damage: Damage, broken: list[Corrupt]) -> None:
+    for error in broken:
+        damage(error)
+    broken.clear()
 
 
 def _end(pack: OpenPack, damage: Damage) -> tuple[bool, int]:
     """Whether the pack was sealed, and where its extents end at the latest."""
     size = os.fstat(pack.file).st_size
     try:
-        seal = read_seal(pack.file, str(pack.path))
+        seal = read_seal(pack.file, pack.path)
     except Corrupt as error:
         damage(error)
         return True, size - HEADER
     return (True, seal.end) if seal else (False, size)
+
+
+def begun(folder: Folder, pack: int) -> bool:
+    """Whether a pack has anything in it. If not, its first write was cut off or is still to come.
+
+    A write that the power cut off may have left its later pages, and zeros where the first should be.
+    """
+    try:
+        with folder.path_of(pack).open("rb") as file:
+            head = file.read(HEADER + 1)
+    except FileNotFoundError:
+        return False
+    return len(head) > HEADER and any(head[:HEADER])
 
 
 def extent_at(place: Place, stop: int) -> Extent:
@@ -111,16 +157,21 @@ def extent_at(place: Place, stop: int) -> Extent:
         Corrupt: there is none.
     """
     header = ExtentHeader.decode(os.pread(place.file, HEADER, place.offset), str(place))
-    if not 3 * HEADER <= header.length <= stop - place.offset or header.length % ALIGN:
+    if not 2 * HEADER <= header.length <= stop - place.offset or header.length % ALIGN:
         raise Corrupt(f"{place} is cut off: the pack ends before it")
     return Extent(place.offset, header)
 
 
 def _next_header(place: Place, stop: int) -> int:
     """Where the next whole extent header behind ``place`` lies; ``stop`` if there is none."""
-    for offset in range(place.offset + ALIGN, stop, ALIGN):
-        with contextlib.suppress(Corrupt):
-            return extent_at(place._replace(offset=offset), stop).offset
+    for start in range(place.offset + ALIGN, stop, PIECE):
+        piece = os.pread(place.file, min(PIECE, stop - start), start)
+        at = piece.find(b"EXT1")
+        while at >= 0:
+            if at % ALIGN == 0:
+                with contextlib.suppress(Corrupt):
+                    return extent_at(place._replace(offset=start + at), stop).offset
+            at = piece.find(b"EXT1", at + 1)
     return stop
 
 
@@ -152,26 +203,49 @@ def verify_extent(place: Place, header: ExtentHeader) -> Index:
 def receipt(folder: Folder, submission: str) -> list[Ref] | None:
     """The references of a submission whose answer was lost; None if it is not whole.
 
-    Looks at the header of every extent of the pool.
+    Looks at the header of every extent of the pool. What is found is checked whole and made durable: its
+    writer may have died before it was.
     """
-    key, parts = submission_key(submission), None
-    found: dict[int, Ref] = {}
-    for file in folder.list_packs():
-        try:
-            pack = OpenPack(folder, file.pack)
-        except (FileNotFoundError, Corrupt):
+    key = submission_key(submission)
+    found: dict[int, dict[int, Ref]] = {}
+    parts = 0
+    try:
+        for file in folder.list_packs():
+            for header, ref in _answers(folder, file, key):
+                found.setdefault(header.writer, {})[header.part] = ref
+                parts = header.parts
+        folder.disk.sync_folder(folder.packs)
+    except OSError as error:
+        raise refusal(error, str(folder.packs)) from error
+    for _, refs in sorted(found.items()):  # one writer's: of another, part may never have been whole
+        if len(refs) == parts:
+            return [refs[part] for part in range(parts)]
+    return None
+
+
+def _answers(folder: Folder, file: PackFile, key: bytes) -> Iterator[tuple[ExtentHeader, Ref]]:
+    """The whole extents of a submission in a pack, under the addresses that its writer gave them."""
+    try:
+        pack = OpenPack(folder, file.pack)
+        place = Place(pack.file, pack.path, 0)
+        moved = addresses_of(place)
+    except (FileNotFoundError, Corrupt):
+        return
+    for extent in extents(pack, file.size):
+        here = place._replace(offset=extent.offset)
+        if extent.header.submission != key:
             continue
         try:
-            for extent in extents(pack, file.size):
-                if extent.header.submission == key:
-                    place = Place(pack.file, str(pack.path), extent.offset)
-                    found[extent.header.part] = reference(folder, file.pack, place, extent)
-                    parts = extent.header.parts
-        except Corrupt:  # the seal, or what was cut off
+            verify_extent(here, extent.header)
+        except Corrupt:
             continue
-    if parts is None or len(found) < parts:
-        return None
-    return [found[part] for part in range(parts)]
+        folder.disk.sync_data(pack.file)
+        ref = reference(folder, file.pack, here, extent)
+        if extent.header.writer == writer_of(file.pack):
+            yield extent.header, ref
+        for pool, old, offset in moved.get(extent.offset, []):  # copies that nothing leads to do not count
+            if extent.header.writer == writer_of(old):
+                yield extent.header, msgspec.structs.replace(ref, pool=pool, pack=old, offset=offset)
 
 
 def reference(folder: Folder, pack: int, place: Place, extent: Extent) -> Ref:

@@ -7,20 +7,19 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from spillover.errors import InputError
-from spillover.pool.codecs import DType
-from spillover.pool.reference import Ref
+from spillover.pool.codecs import DType, writable
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor as TorchTensor
 
-    from spillover.pool.reader import Reader
+    from spillover.pool.reader import Stored
 
 __all__ = ["Tensor"]
 
 
 class Tensor:
-    """An immutable tensor in a pool.
+    """An immutable tensor in a pool. Its pack stays on disk while this object lives.
 
     Attributes:
         ref: its record.
@@ -29,11 +28,11 @@ class Tensor:
         nbytes: size in bytes.
     """
 
-    def __init__(self, reader: Reader, ref: Ref, name: str, dtype: DType, shape: tuple[int, ...]) -> None:
-        self.ref = ref
+    def __init__(self, stored: Stored, name: str, dtype: DType, shape: tuple[int, ...]) -> None:
+        self.ref = stored.ref
         self.name = name
         self.shape = shape
-        self._reader = reader
+        self._stored = stored
         self._dtype = dtype
         self.nbytes = math.prod(shape) * dtype.size
 
@@ -88,7 +87,7 @@ class Tensor:
 
     def _all_bytes(self, out: Any) -> np.ndarray[Any, Any]:
         view = _bytes(out, self.nbytes)
-        self._reader.read_bytes(self.ref, 0, view.data)
+        self._stored.read(0, view.data)
         return view
 
     def _row_bytes(self, start: int, stop: int, out: Any) -> np.ndarray[Any, Any]:
@@ -96,7 +95,7 @@ class Tensor:
             raise InputError(f"tensor {self.name!r} has {len(self)} rows, no rows {start} to {stop}")
         row = self.nbytes // max(1, len(self))
         view = _bytes(out, (stop - start) * row)
-        self._reader.read_bytes(self.ref, start * row, view.data)
+        self._stored.read(start * row, view.data)
         return view
 
     def _as_numpy(self, data: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -106,7 +105,10 @@ class Tensor:
     def _as_torch(self, data: np.ndarray[Any, Any], shape: tuple[int, ...]) -> TorchTensor:
         import torch
 
-        found: TorchTensor = torch.from_numpy(data).view(getattr(torch, self.dtype)).reshape(shape)
+        dtype = getattr(torch, self.dtype)
+        if not data.size:  # has no stride that PyTorch could view
+            return torch.empty(shape, dtype=dtype)
+        found: TorchTensor = torch.from_numpy(data).view(dtype).reshape(shape)
         return found
 
 
@@ -114,16 +116,7 @@ def _bytes(out: Any, size: int) -> np.ndarray[Any, Any]:
     """``size`` bytes of memory: new, or the front of ``out``."""
     import numpy as np
 
-    if out is None:
-        return np.empty(size, np.uint8)
-    if hasattr(out, "data_ptr"):  # a PyTorch tensor, perhaps pinned
-        import torch
-
-        out = out.detach().reshape(-1).view(torch.uint8).numpy()
-    view = np.frombuffer(out, np.uint8)
-    if view.size < size or not view.flags.writeable:
-        raise InputError(f"{size} bytes do not fit the buffer of {view.size} bytes, or it cannot be written")
-    return view[:size]
+    return np.empty(size, np.uint8) if out is None else np.asarray(writable(out, size))
 
 
 def _extended(name: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -98,8 +99,8 @@ def import_pool(
     Importing again takes in nothing twice. A crash leaves either all of it or copies that belong to nobody.
 
     Raises:
-        InputError: ``source`` cannot be read or is no export.
-        Corrupt: it is damaged.
+        InputError: ``source`` cannot be read.
+        Corrupt: it is damaged, cut off, or no export.
         StoreFull: no room.
     """
     folder = catalogue.folder
@@ -107,14 +108,14 @@ def import_pool(
         header = PackHeader.decode(os.pread(place.file, HEADER, 0), place.path)
         seal = read_seal(place.file, place.path)
         if seal is None or not seal.relocations:
-            raise Corrupt(f"{source} is cut off, or is no export")
+            raise Corrupt(f"{source} is cut off, or is no export", hint="export it again")
         owners = _owners(place, seal)
         addresses = addresses_of(place)
         with Intake(folder, pack_bytes) as intake, Reader(folder) as reader:
             for offset, found in sorted(addresses.items()):
                 here = place._replace(offset=offset)
                 extent = extent_at(here, seal.end)
-                if not any(_here(reader, address, extent.header.length) for address in found):
+                if not any(_here(catalogue, reader, address, extent.header.length) for address in found):
                     intake.add(copied(here, extent), found)
                 progress(extent.stop, seal.end)
             taken = intake.finish()
@@ -163,15 +164,13 @@ def _write(
     try:
         disk.write_at(file, [PackHeader(folder.id, 0, 0).encode()], 0)
         for pack, offsets in sorted(placed.items()):
-            place = Place(packs[pack].file, str(packs[pack].path), 0)
+            place = Place(packs[pack].file, packs[pack].path, 0)
             known = addresses_of(place)
             for offset in sorted(offsets):
                 here = place._replace(offset=offset)
                 copy = copied(here, extent_at(here, packs[pack].size))
                 disk.write_at(file, copy.parts, end)
-                rows += [
-                    (*address, end) for address in [(folder.short, pack, offset), *known.get(offset, [])]
-                ]
+                rows += [(*address, end) for address in known.get(offset, [(folder.short, pack, offset)])]
                 end += copy.length
                 progress(end - HEADER, total)
         named = {name: [str(ref) for ref in refs] for name, refs in owners.items()}
@@ -191,6 +190,8 @@ def _opened(source: Path) -> Iterator[Place]:
     except OSError as error:
         raise InputError(f"{source}: {os.strerror(error.errno or 0)}") from None
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise InputError(f"{source} is no file")
         yield Place(file, str(source), 0)
     finally:
         os.close(file)
@@ -203,10 +204,10 @@ def _owners(place: Place, seal: Seal) -> dict[str, list[Ref]]:
     return {name: [Ref.parse(ref) for ref in refs] for name, refs in named.items()}
 
 
-def _here(reader: Reader, address: tuple[int, int, int], length: int) -> bool:
-    """Whether the pool can already read what lies at an address."""
+def _here(catalogue: Catalogue, reader: Reader, address: tuple[int, int, int], length: int) -> bool:
+    """Whether the pool has what lies at an address, and does not delete it at this moment."""
     try:
-        reader.place(Ref(*address, length, 0))
+        reader.place(Ref(*address, length, 0), catalogue.ledger.gone)
     except (Collected, Corrupt, Mismatch):
         return False
     return True

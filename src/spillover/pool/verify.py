@@ -10,7 +10,8 @@ from spillover.errors import Corrupt
 from spillover.pool.folder import Folder
 from spillover.pool.reader import OpenPack
 from spillover.pool.reference import writer_of
-from spillover.pool.scan import survey
+from spillover.pool.relocation import decode_moved
+from spillover.pool.scan import begun, survey
 
 __all__ = ["Verification", "verify"]
 
@@ -42,7 +43,7 @@ def verify(folder: Folder, progress: Callable[[int, int], None] = lambda done, t
     files = sorted(folder.list_packs())
     writers = {*folder.list_writers()}
     total, done, packs, publications, torn = sum(file.size for file in files), 0, 0, 0, 0
-    damaged: list[str] = []
+    damaged = _moved(folder)
 
     def note(error: Corrupt) -> None:
         damaged.append(str(error))
@@ -59,8 +60,20 @@ def verify(folder: Folder, progress: Callable[[int, int], None] = lambda done, t
             total -= file.size
             continue
         except Corrupt as error:
-            damaged.append(str(error))
+            if begun(folder, file.pack):
+                damaged.append(str(error))
             continue
         packs, publications = packs + 1, publications + found.extents
         torn += 0 if writer_of(file.pack) in writers else found.torn
     return Verification(packs, publications, done, torn, damaged)
+
+
+def _moved(folder: Folder) -> list[str]:
+    """What is wrong with the file that leads to relocated extents."""
+    try:
+        decode_moved(folder.moved.read_bytes(), str(folder.moved))
+    except FileNotFoundError:
+        pass
+    except Corrupt as error:
+        return [str(error)]
+    return []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +78,9 @@ class Writer:
         self._serial = 0
         self._closed = False
         self._held = Held()
-        self._answers: OrderedDict[bytes, tuple[list[bytes], Future[list[Ref]]]] = OrderedDict()
+        self._answers_lock = threading.Lock()
+        self._answers: OrderedDict[bytes, tuple[bytes, tuple[Ref, ...]]] = OrderedDict()
+        self._answering: dict[bytes, tuple[bytes, Future[list[Ref]]]] = {}
         _writers.add(self)
 
     def publish(
@@ -168,30 +171,42 @@ class Writer:
 
     def _answer(self, key: bytes, submission: str, drafts: Sequence[Draft]) -> list[Ref]:
         """Submit once, however often and from however many threads the same request comes."""
-        content = [xxhash.xxh3_128_digest(draft.index) for draft in drafts]
+        content = xxhash.xxh3_128_digest(b"".join(draft.index for draft in drafts))
         mine: Future[list[Ref]] = Future()
-        known, first = self._answers.setdefault(key, (content, mine))
-        if known != content:
-            raise Conflict(f"submission {submission!r} was used for other content")
-        if first is not mine:
-            return first.result()
+        with self._answers_lock:
+            answer = self._answers.get(key)
+            known, first = self._answering.get(key, (content, mine))
+            if (answer[0] if answer else known) != content:
+                raise Conflict(f"submission {submission!r} was used for other content")
+            if answer is None:
+                self._answering[key] = (content, first)
+        if answer is not None:
+            return [*answer[1]]
+        return first.result() if first is not mine else self._first(key, content, mine, drafts)
+
+    def _first(
+        self, key: bytes, content: bytes, mine: Future[list[Ref]], drafts: Sequence[Draft]
+    ) -> list[Ref]:
+        """Submit, and answer those who asked for the same meanwhile and those who will."""
         try:
             refs = self.write(drafts)
         except BaseException as error:
-            self._answers.pop(key, None)
+            del self._answering[key]
             interrupted = Unknown("the commit was interrupted: it may have happened or not")
             mine.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
+        with self._answers_lock:
+            self._answers[key] = (content, tuple(refs))
+            del self._answering[key]
+            if len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)
         mine.set_result(refs)
-        while len(self._answers) > REMEMBERED:
-            self._answers.popitem(last=False)
         return refs
 
     def _commit(self, calls: Sequence[Sequence[Drafted] | None]) -> list[list[Ref] | BaseException]:
         """Make the extents of all ``calls`` durable; None seals. One caller at a time gets here."""
         if self._closed:
             raise StateError("this writer is closed", hint="open the pool again")
-        self._gate.check()
         if self._pack is None and not any(calls):
             return [[] for _ in calls]
         answers: list[list[Ref] | BaseException] = []

@@ -59,6 +59,8 @@ class Memory:
 
     def load(self, cursor: sqlite3.Cursor, now: float) -> None:
         """Read it from the database; every lease gets its full time from ``now`` on."""
+        self.queues.clear()
+        self.leases = Leases()
         columns = ", ".join(STATUS)
         for number, name, sealed, positions, *counts in cursor.execute(
             f"SELECT id, name, sealed, positions, {columns} FROM queues WHERE kind = 'live'"
@@ -69,8 +71,8 @@ class Memory:
                 input_ = Ref.from_bytes(ref) if ref else None
                 self.leases.add(Held(task, attempt, queue, key, worker, input_), now + self.lease_seconds)
         found = [cursor.execute(f"SELECT MAX(id) FROM {table}").fetchone()[0] or 0 for table in NUMBERED]
-        turns = cursor.execute("SELECT MAX(turn) FROM tasks").fetchone()[0] or 0
-        self.next_number = max(*found, turns) + 1
+        ((given,),) = cursor.execute("SELECT COALESCE(MAX(numbers), 0) FROM queues").fetchall()
+        self.next_number = max(self.next_number, given, max(found) + 1)
 
 
 NUMBERED = ("tasks", "consumers", "batches", "queues")
@@ -167,6 +169,9 @@ class Change:
         """Write the rows of changed queues."""
         columns = ", ".join(f"{status} = ?" for status in STATUS)
         self.cursor.executemany(
-            f"UPDATE queues SET sealed = ?, positions = ?, {columns} WHERE id = ?",
-            [(queue.sealed, queue.positions, *queue.counts, queue.id) for queue in self._dirty.values()],
+            f"UPDATE queues SET sealed = ?, positions = ?, {columns}, numbers = ? WHERE id = ?",
+            [
+                (queue.sealed, queue.positions, *queue.counts, self.memory.next_number, queue.id)
+                for queue in self._dirty.values()
+            ],
         )

@@ -15,7 +15,7 @@ from spillover.queue import messages as m
 from spillover.queue.change import Change, QueueState
 from spillover.queue.schema import COMPLETED, DEAD, PENDING, Kind, owner
 
-__all__ = ["drop", "fork", "restore", "snapshot", "trim"]
+__all__ = ["OWNED", "drop", "fork", "restore", "snapshot", "trim"]
 
 _TASKS = """
 INSERT INTO tasks(id, queue, key, status, lane, stage, rank, turn, attempt, failures, max_attempts, digest,
@@ -45,14 +45,16 @@ FROM batches AS b JOIN consumers AS c ON c.id = consumer
 JOIN consumers AS copy ON copy.queue = :target AND copy.name = c.name
 WHERE b.queue = :source AND status != 'finished'
 """
-_OWNED = (
+OWNED = (
     (Kind.INPUT, "SELECT id, input FROM tasks WHERE queue = ? AND input IS NOT NULL"),
     (Kind.RESULT, "SELECT task, result FROM accepted WHERE queue = ? AND held = 1 AND result IS NOT NULL"),
     (Kind.STATE, "SELECT id, state_ref FROM consumers WHERE queue = ? AND state_ref IS NOT NULL"),
     (Kind.PLAN, "SELECT id, plan FROM batches WHERE queue = ? AND plan IS NOT NULL"),
     (Kind.READY, "SELECT id, ready FROM batches WHERE queue = ? AND ready IS NOT NULL"),
 )
-_TABLES = ("tasks", "accepted", "producers", "retired", "consumers", "batches")
+"""What rows own: kind, and a query of number and reference, given a queue."""
+_TABLES = ("tasks", "accepted", "producers", "consumers", "batches")
+"""What a restore replaces; a worker that was retired stays so."""
 
 
 def snapshot(change: Change, call: m.Snapshot) -> m.CheckpointInfo:
@@ -108,6 +110,7 @@ def drop(change: Change, call: m.DropCheckpoint) -> bool:
     if found is None:
         return False
     _clear(change, found[0])
+    change.cursor.execute("DELETE FROM retired WHERE queue = ?", (found[0],))
     change.cursor.execute("DELETE FROM queues WHERE id = ?", (found[0],))
     return True
 
@@ -135,8 +138,10 @@ def _copy(change: Change, source: int, target: QueueState) -> None:
     cursor.execute(
         "INSERT INTO producers SELECT :target, name, cursor FROM producers WHERE queue = :source", ends
     )
-    cursor.execute("INSERT INTO retired SELECT :target, worker FROM retired WHERE queue = :source", ends)
-    for kind, query in _OWNED:
+    cursor.execute(
+        "INSERT OR IGNORE INTO retired SELECT :target, worker FROM retired WHERE queue = :source", ends
+    )
+    for kind, query in OWNED:
         rows = cursor.execute(query, (target.id,)).fetchall()
         change.ledger.own(cursor, [(owner(kind, number), Ref.from_bytes(ref)) for number, ref in rows])
     for status, count in cursor.execute(
@@ -146,9 +151,9 @@ def _copy(change: Change, source: int, target: QueueState) -> None:
 
 
 def _clear(change: Change, queue: int) -> None:
-    """Delete everything of a queue but its row."""
+    """Delete everything of a queue but its row and its retired workers."""
     cursor = change.cursor
-    for kind, query in _OWNED:
+    for kind, query in OWNED:
         rows = cursor.execute(query, (queue,)).fetchall()
         change.ledger.disown(cursor, [(owner(kind, number), Ref.from_bytes(ref)) for number, ref in rows])
     cursor.execute("DELETE FROM acks WHERE consumer IN (SELECT id FROM consumers WHERE queue = ?)", (queue,))

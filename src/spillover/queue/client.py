@@ -38,7 +38,7 @@ __all__ = ["Client"]
 TIMEOUT = 60.0
 TRY = 10.0
 """The longest that one try waits for its answer, in seconds."""
-_NATURAL = (m.Submit, m.Complete, m.Renew, m.Release, m.Ack, m.Seal, m.Create, m.PlanBatch, m.BatchReady)
+_NATURAL = (m.Complete, m.Renew, m.Release, m.Seal, m.Create, m.PlanBatch, m.BatchReady, m.Query)
 """Calls whose repeat is recognised by what they say, so that they need no key."""
 T = TypeVar("T")
 
@@ -202,7 +202,14 @@ class Client:
         return self._call(m.ReadProducer(queue=self.queue, producer=producer))
 
     def open_consumer(self, consumer: str, *, start: int | None = None) -> Consumer:
-        """Register a consumer that begins at ``start`` (default: the first position), or find it again."""
+        """Register a consumer, or find it again.
+
+        Args:
+            start: where it begins; by default where everything from there on is still there.
+
+        Raises:
+            Collected: a result from ``start`` on was let go.
+        """
         call = m.OpenConsumer(queue=self.queue, consumer=consumer, start=start)
         answer: Consumer = self._call(call)
         return answer
@@ -320,7 +327,7 @@ class Client:
 
     def _call(self, call: m.Call) -> Any:
         """Send a call until it is answered, or the time is up."""
-        if call.key is None and self._lossy and not isinstance(call, (*_NATURAL, m.Query)):
+        if call.key is None and self._lossy and not _natural(call):
             call = msgspec.structs.replace(call, key=f"{self._name}:{next(self._count)}")
         end, pause = time.monotonic() + self.timeout, 0.02
         while True:
@@ -338,6 +345,13 @@ class Client:
     @property
     def _lossy(self) -> bool:
         return any(transport.lossy for transport in self._transports)
+
+
+def _natural(call: m.Call) -> bool:
+    """Whether a repeat changes nothing, even one that comes after later calls."""
+    if isinstance(call, m.Submit):
+        return call.producer is None  # else it would set the cursor back
+    return isinstance(call, _NATURAL)
 
 
 def _attempts(leases: Iterable[Lease]) -> list[tuple[int, int]]:

@@ -33,12 +33,19 @@ __all__ = [
 
 
 def open_consumer(change: Change, call: m.OpenConsumer) -> m.Consumer:
-    """Register a consumer that starts at ``start``, by default at the first position, or find it again."""
+    """Register a consumer that starts at ``start``, or find it again.
+
+    By default it starts at the first position from which on everything is still there.
+
+    Raises:
+        Collected: a result from ``start`` on was let go already.
+    """
     queue = change.queue(call.queue)
     if _find(change.cursor, queue, call.consumer) is None:
-        start = call.start or 0
+        start = _kept_from(change.cursor, queue) if call.start is None else call.start
         if not 0 <= start <= queue.positions:
             raise InputError(f"queue {queue.name!r} has positions 0 to {queue.positions}, not {start}")
+        _require_kept(change.cursor, queue, start)
         change.cursor.execute(
             "INSERT INTO consumers(id, queue, name, low) VALUES(?, ?, ?, ?)",
             (change.numbers(1), queue.id, call.consumer, start),
@@ -70,13 +77,7 @@ def rewind(change: Change, call: m.Rewind) -> m.Consumer:
     number, low = _require(change.cursor, queue, call.consumer)
     if not 0 <= call.position <= low:
         raise InputError(f"consumer {call.consumer!r} is at position {low}: {call.position} is not behind it")
-    query = "SELECT MAX(position) FROM accepted WHERE queue = ? AND position >= ? AND held = 0"
-    (gone,) = change.cursor.execute(query, (queue.id, call.position)).fetchone()
-    if gone is not None:
-        raise Collected(
-            f"the result at position {gone} was acknowledged by every consumer and let go",
-            hint="keep a second consumer, or a checkpoint, at the position to return to",
-        )
+    _require_kept(change.cursor, queue, call.position)
     change.cursor.execute("DELETE FROM acks WHERE consumer = ? AND position >= ?", (number, call.position))
     change.cursor.execute("UPDATE consumers SET low = ? WHERE id = ?", (call.position, number))
     return read_consumer(change.cursor, queue, call.consumer)
@@ -217,6 +218,25 @@ def _require(cursor: sqlite3.Cursor, queue: QueueState, name: str) -> tuple[int,
             f"queue {queue.name!r} has no consumer {name!r}", hint="open_consumer(name) makes one"
         )
     return found
+
+
+def _kept_from(cursor: sqlite3.Cursor, queue: QueueState) -> int:
+    """The first position from which on no result was let go."""
+    first = queue.positions
+    query = "SELECT position FROM accepted WHERE queue = ? AND held = 1 ORDER BY position DESC"
+    for (position,) in cursor.execute(query, (queue.id,)):
+        if position != first - 1:
+            break
+        first = position
+    return first
+
+
+def _require_kept(cursor: sqlite3.Cursor, queue: QueueState, start: int) -> None:
+    if start < (first := _kept_from(cursor, queue)):
+        raise Collected(
+            f"the result at position {first - 1} was acknowledged by every consumer and let go",
+            hint="keep a second consumer, or a checkpoint, at the position to return to",
+        )
 
 
 def _require_positions(queue: QueueState, positions: list[int]) -> None:

@@ -12,22 +12,25 @@ it was and every caller hears why.
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import xxhash
 
-from spillover.errors import Conflict, SpillError
+from spillover.errors import Conflict, InputError
 from spillover.pool import Owners, Pool
 from spillover.pool.group import Group
 from spillover.queue import checkpoints, consumers, tasks, views
 from spillover.queue import messages as m
 from spillover.queue.change import Change, Memory
 from spillover.queue.schema import SCHEMA
+from spillover.queue.tasks import encoded
 
 __all__ = ["LEASE_SECONDS", "Coordinator"]
 
@@ -35,6 +38,8 @@ LEASE_SECONDS = 300.0
 REMEMBERED = 100_000
 """How many keyed answers are kept; the oldest go first."""
 GROUP = 4096
+NO_QUEUE = 0
+"""Under which the answers to calls that make a queue are kept: it is not there when they come."""
 Handler = Callable[[Change, Any], Any]
 
 
@@ -123,11 +128,16 @@ class Coordinator:
         self._clock = clock
         self.counters = Counters()
         self._memory = Memory(lease_seconds, self.owners.generation)
+        self._unsure = True
         self._group: Group[m.Call, Any] = Group(self._commit, lambda call: 1, GROUP)
-        with self._catalogue.changing() as cursor:
-            for statement in SCHEMA.split(";"):
-                cursor.execute(statement)
-            self._memory.load(cursor, clock())
+        try:
+            with self._catalogue.changing() as cursor:
+                for statement in SCHEMA.split(";"):
+                    cursor.execute(statement)
+                self._remember(cursor)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, call: m.Call) -> Any:
         """Do one call, durably; see `spillover.queue.messages` for what each answers.
@@ -136,7 +146,8 @@ class Coordinator:
             SpillError: the call was refused, and changed nothing.
         """
         if (view := VIEWS.get(type(call))) is not None:
-            with self._catalogue.reading() as cursor:
+            with self._catalogue.reading() as cursor, _fitting(call):
+                self._remember(cursor)
                 return view[0](cursor, self._memory, self._memory.queue(call.queue), call)
         (answer,) = self._group(call)
         if isinstance(answer, BaseException):
@@ -165,15 +176,19 @@ class Coordinator:
     def _commit(self, calls: Sequence[m.Call]) -> list[tuple[Any]]:
         begun = time.perf_counter()
         with self._catalogue.changing() as cursor:
+            self._remember(cursor)
             change = Change(cursor, self._catalogue.ledger, self._memory, self._clock())
+            self._unsure = True  # until the end: Ctrl-C may come between any two steps
             try:
                 tasks.expire(change)
                 answers = [(self._answer(change, call),) for call in calls]
                 change.flush()
                 cursor.execute("COMMIT")
-            except BaseException:
+            except Exception:
                 change.undo()
+                self._unsure = False
                 raise
+            self._unsure = False
         self.owners.check()
         self.counters.commits += 1
         self.counters.seconds += time.perf_counter() - begun
@@ -182,32 +197,49 @@ class Coordinator:
             self.counters.calls[type(call).__name__, outcome] += 1
         return answers
 
+    def _remember(self, cursor: sqlite3.Cursor) -> None:
+        """Read the memory from the database again, if it may not be what was committed."""
+        if self._unsure:
+            self._memory.load(cursor, self._clock())
+            self._unsure = False
+
     def _answer(self, change: Change, call: m.Call) -> Any:
         """The answer to one call, or the error that refused it."""
         handler, answers = HANDLERS[type(call)]
         try:
-            with change.call():
+            with change.call(), _fitting(call):
                 if call.key is None:
                     return handler(change, call)
                 return self._once(change, call, handler, answers)
-        except SpillError as error:
+        except sqlite3.Error:  # of the whole transaction
+            raise
+        except Exception as error:
             return error
 
     def _once(self, change: Change, call: m.Call, handler: Handler, answers: Any) -> Any:
         """Answer a keyed call, from the table if it was answered before."""
-        queue, cursor = change.queue(call.queue), change.cursor
-        digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(call))
+        queue = NO_QUEUE if isinstance(call, (m.Create, m.Fork)) else change.queue(call.queue).id
+        cursor = change.cursor
+        digest = xxhash.xxh3_128_digest(encoded(call))
         query = "SELECT digest, answer FROM answers WHERE queue = ? AND key = ?"
-        known = cursor.execute(query, (queue.id, call.key)).fetchone()
+        known = cursor.execute(query, (queue, call.key)).fetchone()
         if known is not None:
             if known[0] != digest:
                 raise Conflict(f"request {call.key!r} was answered before, with other content")
             return msgspec.msgpack.decode(known[1], type=answers)
         answer = handler(change, call)
-        number = change.numbers(1)
         cursor.execute(
-            "INSERT INTO answers VALUES(?, ?, ?, ?, ?)",
-            (number, queue.id, call.key, digest, msgspec.msgpack.encode(answer)),
+            "INSERT INTO answers(queue, key, digest, answer) VALUES(?, ?, ?, ?)",
+            (queue, call.key, digest, msgspec.msgpack.encode(answer)),
         )
-        cursor.execute("DELETE FROM answers WHERE id <= ? - ?", (number, REMEMBERED))
+        cursor.execute("DELETE FROM answers WHERE id <= ? - ?", (cursor.lastrowid, REMEMBERED))
         return answer
+
+
+@contextlib.contextmanager
+def _fitting(call: m.Call) -> Iterator[None]:
+    """Say of a value that neither JSON nor the database can hold which call it came with."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{type(call).__name__} holds a value that cannot be stored: {error}") from error

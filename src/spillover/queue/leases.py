@@ -8,7 +8,6 @@ spends no attempt, and no wall clock is asked.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spillover.pool import Ref
@@ -73,9 +72,13 @@ class Leases:
         """Drop a lease; returns it with its deadline."""
         return self._held.pop(number), self._deadlines.pop(number)
 
-    def overdue(self, now: float) -> Iterator[Held]:
-        """The leases that ran out before ``now``; each is yielded once, the caller removes it."""
+    def overdue(self, now: float) -> list[Held]:
+        """The leases that ran out before ``now``, each once. They stay until they are removed."""
+        found: dict[int, float] = {}
         while self._heap and self._heap[0][0] < now:
             deadline, number = heapq.heappop(self._heap)
             if self._deadlines.get(number) == deadline:
-                yield self._held[number]
+                found[number] = deadline
+        for number, deadline in found.items():  # the transaction that ends them may fail
+            heapq.heappush(self._heap, (deadline, number))
+        return [self._held[number] for number in found]

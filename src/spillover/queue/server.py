@@ -10,8 +10,12 @@ a coordinator that was superseded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Awaitable, Callable
+import resource
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,11 +29,10 @@ from starlette.routing import Route
 from spillover.errors import InputError, SpillError, Superseded
 from spillover.queue.coordinator import Coordinator
 from spillover.queue.metrics import prometheus
-from spillover.queue.transport import PATH, decode_call, told
+from spillover.queue.transport import BODY_BYTES, PATH, decode_call, told
 
 __all__ = ["application", "serve"]
 
-BODY_BYTES = 16 << 20
 BODY_SECONDS = 30.0
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -55,7 +58,8 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
             wanted = decode_call(body, json=kind.endswith("json"))
             answer = await run_in_threadpool(coordinator.call, wanted)
         except SpillError as error:
-            status = 400 if isinstance(error, InputError) else 503 if isinstance(error, Superseded) else 409
+            gone = isinstance(error, Superseded) and await run_in_threadpool(_superseded, coordinator)
+            status = 400 if isinstance(error, InputError) else 503 if gone else 409
             return Response(encode(told(error)), status, media_type=kind)
         return Response(encode(answer), media_type=kind)
 
@@ -65,7 +69,7 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
     async def health(request: Request) -> Response:
         return PlainTextResponse(f"generation {coordinator.owners.generation}\n")
 
-    return Starlette(
+    served = Starlette(
         routes=[
             Route(PATH, _guarded(call, token), methods=["POST"]),
             Route("/metrics", _guarded(metrics, token)),
@@ -73,6 +77,8 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
         ],
         exception_handlers={HTTPException: _refused},
     )
+    served.router.redirect_slashes = False
+    return served
 
 
 def serve(
@@ -86,16 +92,19 @@ def serve(
     """
     import uvicorn
 
+    from spillover.queue.connection import QUIET_SECONDS, Connection
+
     server = uvicorn.Server(
         uvicorn.Config(
             application(coordinator, token),
             host=host,
             port=port,
-            log_level="warning",
+            http=Connection,
+            ws="none",
+            log_level="error",
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=int(QUIET_SECONDS),
             timeout_graceful_shutdown=10,
-            limit_concurrency=1000,
         )
     )
 
@@ -109,17 +118,55 @@ def serve(
         await serving
         watching.cancel()
 
-    asyncio.run(run())
+    with _many_files(), _absorbed_signals(server):
+        asyncio.run(run())
+
+
+@contextlib.contextmanager
+def _many_files() -> Iterator[None]:
+    """Let this process have as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited" and does not mean it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def _absorbed_signals(server: Any) -> Iterator[None]:
+    """Have a signal end the serving and nothing else: uvicorn raises it again when it is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        server.should_exit = True
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def _watch(coordinator: Coordinator, server: Any) -> None:
     """Stop serving once another process owns the pool."""
     while True:
         await asyncio.sleep(1.0)
-        try:
-            await run_in_threadpool(coordinator.owners.check)
-        except Superseded:
+        if await run_in_threadpool(_superseded, coordinator):
             server.should_exit = True
+
+
+def _superseded(coordinator: Coordinator) -> bool:
+    """Whether another process owns the pool; a retired worker's refusal has the same class."""
+    try:
+        coordinator.owners.check()
+    except Superseded:
+        return True
+    return False
 
 
 async def _body(request: Request) -> bytes:

@@ -7,6 +7,7 @@ current one is refused with the reason, whatever it asks for.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "acquire",
     "cancel",
     "complete",
+    "encoded",
     "expire",
     "fail",
     "release",
@@ -35,7 +37,8 @@ __all__ = [
     "yield_tasks",
 ]
 
-_encode = msgspec.msgpack.Encoder().encode
+encoded = msgspec.msgpack.Encoder(order="deterministic").encode
+"""What a digest is taken of: the order of a mapping's keys is no content."""
 _json = msgspec.json.Encoder().encode
 
 
@@ -58,7 +61,7 @@ def submit(change: Change, call: m.Submit) -> m.Submitted:
             task.rank,
             number,
             task.max_attempts,
-            xxhash.xxh3_64_intdigest(_encode(task)) - (1 << 63),
+            xxhash.xxh3_64_intdigest(encoded(task)) - (1 << 63),
             packed(task.input),
             dumped(task.metadata),
         )
@@ -96,8 +99,11 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
     """Lease pending tasks, in the queue's order.
 
     Raises:
+        InputError: the limit is below one.
         Superseded: the worker was retired.
     """
+    if call.limit < 1:
+        raise InputError(f"acquire asks for {call.limit} tasks", hint="ask for at least one")
     queue = change.changing(call.queue)
     _require_active(change, queue, call.worker)
     if queue.name in change.memory.draining:
@@ -135,10 +141,10 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
 
 def renew(change: Change, call: m.Renew) -> list[bool]:
     """Extend leases. Nothing is written: time is the coordinator's own."""
-    answers = []
+    queue, answers = change.queue(call.queue), []
     for number, attempt in call.leases:
         held = change.memory.leases.get(number)
-        current = held is not None and held.attempt == attempt
+        current = held is not None and held.attempt == attempt and held.queue == queue.id
         if current:
             change.memory.leases.extend(number, change.now + change.memory.lease_seconds)
         answers.append(current)
@@ -228,7 +234,7 @@ def release(change: Change, call: m.Release) -> int:
     """Return tasks as they were, to their place in line; returns how many leases were still held."""
     queue = change.changing(call.queue)
     helds = []
-    for number, attempt in call.leases:
+    for number, attempt in dict.fromkeys(call.leases):
         held = change.memory.leases.get(number)
         if held is not None and held.attempt == attempt and held.queue == queue.id:
             helds.append(held)
@@ -258,7 +264,7 @@ def fail(change: Change, call: m.Fail) -> int:
 def expire(change: Change) -> None:
     """Count every lease that ran out as a failed attempt."""
     names = {queue.id: name for name, queue in change.memory.queues.items()}
-    for held in [*change.memory.leases.overdue(change.now)]:
+    for held in change.memory.leases.overdue(change.now):
         queue = change.changing(names[held.queue])
         _failed(change, queue, [(held, f"the lease of worker {held.worker} ran out", True)])
 
@@ -318,8 +324,15 @@ def retire(change: Change, call: m.Retire) -> int:
 
 
 def packed(ref: Ref | None) -> bytes | None:
-    """A reference as a column."""
-    return None if ref is None else ref.pack_bytes()
+    """A reference as a column.
+
+    Raises:
+        InputError: no publication can have it.
+    """
+    try:
+        return None if ref is None else ref.pack_bytes()
+    except struct.error as error:
+        raise InputError(f"{ref!r} is no reference: {error}") from None
 
 
 def unpacked(column: bytes | None) -> Ref | None:
@@ -400,7 +413,7 @@ def _accepted(change: Change, queue: QueueState, done: m.Completion) -> m.Receip
         _current(change, queue, done.number, done.attempt)
         raise Stale(f"task number {done.number} has no such attempt")
     position, key, attempt, worker, result, metadata = row
-    if result != packed(done.result) or metadata != dumped(done.metadata):
+    if result != packed(done.result) or loaded(metadata) != loaded(dumped(done.metadata)):
         raise Conflict(f"attempt {attempt} at task {key!r} was accepted with another result")
     return m.Receipt(position, key, attempt, worker, unpacked(result), loaded(metadata))
 

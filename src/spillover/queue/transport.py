@@ -6,10 +6,10 @@ the same class, with the same message and hint.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import operator
-import threading
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -23,6 +23,10 @@ from spillover.queue.coordinator import HANDLERS, VIEWS, Coordinator
 __all__ = ["HttpTransport", "LocalTransport", "RayTransport", "Transport", "answer_wire", "decode_call"]
 
 PATH = "/call"
+BODY_BYTES = 16 << 20
+"""The largest call over HTTP."""
+MESSAGE = 1000
+"""The longest message of an error: what a client sent may be part of it."""
 _AnyCall: Any = functools.reduce(operator.or_, [*HANDLERS, *VIEWS])
 _decoder = msgspec.msgpack.Decoder(_AnyCall)
 _json_decoder = msgspec.json.Decoder(_AnyCall)
@@ -98,7 +102,7 @@ class RayTransport:
 
 
 class HttpTransport:
-    """Calls ``spill queue serve``, one connection a thread.
+    """Calls ``spill queue serve``, over as many connections as there are calls at once.
 
     Args:
         url: ``http://host:port``.
@@ -112,35 +116,51 @@ class HttpTransport:
         if parts.scheme != "http" or parts.hostname is None:
             raise InputError(f"{url} is no address of a coordinator", hint="http://HOST:PORT")
         self._host, self._port = parts.hostname, parts.port or 80
+        self._where = f"http://{self._host}:{self._port}"
         self._headers = {"Content-Type": "application/msgpack"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._local = threading.local()
+        self._idle: list[http.client.HTTPConnection] = []
 
     def call(self, call: m.Call, timeout: float) -> Any:
+        body = msgspec.msgpack.encode(call)
+        if len(body) > BODY_BYTES:
+            raise InputError(
+                f"{type(call).__name__} takes {len(body)} bytes; over HTTP a call has {BODY_BYTES} at most",
+                hint="make several calls of it, or publish what is large to the pool",
+            )
         connection = self._connection(timeout)
         try:
-            connection.request("POST", PATH, msgspec.msgpack.encode(call), self._headers)
+            connection.request("POST", PATH, body, self._headers)
             response = connection.getresponse()
-            body = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise Unknown(f"no answer from http://{self._host}:{self._port}: {error}") from None
+            answer = response.read()
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, (OSError, http.client.HTTPException)):
+                raise
+            self.close()  # the others were to the same process
+            raise Unknown(f"no answer from {self._where}: {error}") from None
+        self._idle.append(connection)
         if response.status == 503:
-            raise Unknown(f"the coordinator at http://{self._host}:{self._port} is not serving")
-        return _read(call, response.status == 200, body)
+            raise Unknown(f"the coordinator at {self._where} is not serving")
+        if response.headers.get_content_type() == "text/plain":
+            refusal = answer.decode(errors="replace").strip()[:MESSAGE]
+            raise InputError(
+                f"{self._where} refused the request ({response.status}): {refusal}",
+                hint="check the address and the token",
+            )
+        return _read(call, response.status == 200, answer)
 
     def close(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
-            self._local.connection = connection
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         connection.timeout = timeout
         if connection.sock is not None:
             connection.sock.settimeout(timeout)
@@ -170,7 +190,10 @@ def answer_wire(coordinator: Coordinator, body: bytes) -> tuple[bool, bytes]:
 
 def told(error: SpillError) -> Told:
     """An error for the wire."""
-    return Told(type(error).__name__, str(error), error.hint)
+    message = str(error)
+    if len(message) > MESSAGE:
+        message = f"{message[:MESSAGE]}..."
+    return Told(type(error).__name__, message, error.hint)
 
 
 def _read(call: m.Call, succeeded: bool, body: bytes) -> Any:

@@ -1,0 +1,49 @@
+"""Every disk call of every operation fails, loses its answer, meets a full disk, or is its process's last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pool.scenarios import ALL
+
+TESTS = Path(__file__).resolve().parents[1]
+KINDS = ["before", "after", "full", "kill", "killed"]
+NAMES = [kind.__name__.lower() for kind in ALL]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder whose syncs cost nothing: a killed process leaves the same behind on any filesystem."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    yield folder / "cases"
+    shutil.rmtree(folder)
+
+
+def run(name: str, folder: Path, stride: int) -> None:
+    words = [sys.executable, "-m", "pool.faulty_disk", name, str(folder), str(stride), *KINDS]
+    done = subprocess.run(words, cwd=TESTS, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    shown = "\n\n".join(found["failures"][:5])
+    assert not found["failures"], f"{len(found['failures'])} of {found['cases']} cases:\n{shown}"
+    assert found["cases"] >= found["calls"] // stride > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_some_fault_at_every_call(name: str, memory: Path) -> None:
+    run(name, memory, 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fault_at_every_call(name: str, memory: Path) -> None:
+    run(name, memory, 1)

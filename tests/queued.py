@@ -1,0 +1,105 @@
+"""A pool with a coordinator whose clock the test moves, and what must always be true of its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spillover.pool import Pool, Record, Ref
+from spillover.queue import Client, Coordinator, Lease
+from spillover.queue.checkpoints import OWNED
+from spillover.queue.schema import STATUS, owner
+
+SECONDS = 10.0
+"""How long a lease lasts here."""
+
+
+class Clock:
+    """Monotonic time, as the test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Place:
+    """A pool and its coordinator, in this process. A context manager.
+
+    Args:
+        options: of the pool.
+    """
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.clock = folder, Clock()
+        self.pool = Pool.open(folder, create=True, **options)
+        self.open()
+
+    def open(self) -> None:
+        self.coordinator = Coordinator(self.pool, lease_seconds=SECONDS, clock=self.clock)
+        self.client = Client(self.coordinator, "work")
+        self.client.create()
+
+    def restart(self) -> None:
+        """As a new process would: with a clock that began somewhere else."""
+        self.coordinator.close()
+        self.clock.now = 5.0
+        self.open()
+
+    def publish(self, text: str, *dependencies: Ref) -> Ref:
+        return self.pool.publish([Record("text", text.encode())], dependencies=dependencies)
+
+    def read(self, ref: Ref) -> str:
+        payload = self.pool.read(ref)["text"].payload
+        assert isinstance(payload, bytes)
+        return payload.decode()
+
+    def lease(self, worker: str = "worker", **options: Any) -> Lease:
+        (lease,) = self.client.acquire(worker, **options).leases
+        return lease
+
+    def owned(self) -> set[tuple[int, int, int]]:
+        """What rows of queues own: pack, place and owner."""
+        with self.coordinator.owners.catalogue.reading() as cursor:
+            query = "SELECT pack, place, ABS(owner) FROM owned WHERE ABS(owner) >= ?"
+            return {*cursor.execute(query, (owner(0, 0),))}
+
+    def account(self) -> None:
+        """The counts, the memory and the ownership are what the rows say."""
+        memory = self.coordinator._memory
+        ledger = self.coordinator.owners.catalogue.ledger
+        wanted: set[tuple[int, int, int]] = set()
+        with self.coordinator.owners.catalogue.reading() as cursor:
+            columns = ", ".join(STATUS)
+            query = f"SELECT id, kind, name, sealed, positions, {columns} FROM queues"
+            for number, kind, name, sealed, positions, *counts in cursor.execute(query).fetchall():
+                query = "SELECT status FROM tasks WHERE queue = ?"
+                found = [status for (status,) in cursor.execute(query, (number,))]
+                assert counts == [found.count(status) for status in range(len(STATUS))], name
+                if kind == "live":
+                    kept = memory.queues[name]
+                    seen = (kept.id, kept.sealed, kept.positions, kept.counts)
+                    assert seen == (number, bool(sealed), positions, counts)
+                for what, query in OWNED:
+                    for row, ref in cursor.execute(query, (number,)).fetchall():
+                        for pack, place, _ in ledger.closure(Ref.from_bytes(ref)):
+                            wanted.add((pack, place, owner(what, row)))
+            rows = cursor.execute("SELECT id, attempt, queue, key, worker FROM tasks WHERE status = 1")
+            leased = {*rows.fetchall()}
+        held = {(held.number, held.attempt, held.queue, held.key, held.worker) for held in memory.leases.all()}
+        assert held == leased
+        assert self.owned() == wanted
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self.pool.close()
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
