@@ -90,8 +90,8 @@ class Place:
                             wanted.add((pack, place, owner(what, row)))
             rows = cursor.execute("SELECT id, attempt, queue, key, worker FROM tasks WHERE status = 1")
             leased = {*rows.fetchall()}
-        held = {(held.number, held.attempt, held.queue, held.key, held.worker) for held in memory.leases.all()}
-        assert held == leased
+        held = memory.leases.all()
+        assert {(one.number, one.attempt, one.queue, one.key, one.worker) for one in held} == leased
         assert self.owned() == wanted
 
     def close(self) -> None:

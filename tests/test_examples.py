@@ -123,3 +123,34 @@ def test_the_commands_of_the_pool_example_run_as_they_are_written(tmp_path):
     assert "2 packs, 7 publications, 403.1 kB: nothing damaged" in done.stdout
     assert done.stdout.endswith("6 publications, 402.6 kB taken in; owners: batch-1\n")
     assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == ["README.md", "share.py"]
+
+
+def example(name, *arguments):
+    """What an example program prints."""
+    with resources.as_file(packaged(name)) as path:
+        done = subprocess.run(
+            [sys.executable, str(path), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_queue_example_does_each_task_once(tmp_path):
+    for _ in range(2):
+        assert example("queue/work.py", tmp_path / "jobs") == "100 squares, the last is 9801\n"
+
+
+def test_the_crash_story_ends_well(tmp_path):
+    told = example("queue/crash.py", tmp_path / "jobs").splitlines()
+    assert "the first worker ended with -9" in told
+    assert told[-1] == "6 tasks, each accepted once"
+
+
+@pytest.mark.slow
+def test_the_ray_example_runs_on_one_machine(tmp_path):
+    told = example("queue/ray_workers.py", tmp_path / "jobs").splitlines()
+    assert told[-1] == "40 tasks by 2 workers; each accepted once"

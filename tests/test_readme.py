@@ -84,3 +84,15 @@ def test_the_pool_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     exec(compile(found[1], "README.md", "exec"), {})
     assert capsys.readouterr().out == "(1000000,) [5 6 7]\n"
     assert shell("spill pool ls samples", tmp_path).split()[:2] == ["step-1", "1"]
+
+
+def test_the_queue_example_runs_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = re.search(r"<!-- queue -->\n```python\n(.*?)```\n<!-- end -->", README, re.DOTALL)
+    assert found is not None
+    for _ in range(2):
+        exec(compile(found[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out == "99 9801\n" * 2
+    assert "completed 100" in shell("spill queue stats jobs --queue squares", tmp_path)

@@ -40,7 +40,7 @@ def run(name: str, folder: Path, stride: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_some_fault_at_every_call(name: str, memory: Path) -> None:
-    run(name, memory, 11)
+    run(name, memory, 17)
 
 
 @pytest.mark.slow

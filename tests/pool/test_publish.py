@@ -15,6 +15,7 @@ import pytest
 
 from spillover.errors import Conflict, InputError, SpillError, StateError, StoreError, StoreFull, Unknown
 from spillover.pool import Link, Pool, Publication, Record, Ref
+from spillover.pool import writer as writers
 from spillover.store.disk import Disk
 
 
@@ -232,6 +233,7 @@ def test_a_submission_is_answered_again(pool: Pool) -> None:
         [Publication([Record("a", b"1")])],
         [Publication([Record("a", 1), Record("b", 1)])],
         [Publication([Record("a", 1)]), Publication([Record("a", 1)])],
+        [Publication([Record("a", 1)]), Publication([])],
         [Publication([])],
         [],
     ],
@@ -252,6 +254,19 @@ def test_other_dependencies_are_a_conflict(pool: Pool) -> None:
     pool.publish_many([*parts, Publication([Record("z", 1)], [0])], submission="local")
     with pytest.raises(Conflict):
         pool.publish_many([*parts, Publication([Record("z", 1)], [1])], submission="local")
+
+
+def test_a_writer_remembers_the_latest_and_the_pool_remembers_all(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many publications a submission has, what a writer remembers is bounded."""
+    monkeypatch.setattr(writers, "REMEMBERED", 100)
+    many = [[Publication([Record("r", [number, part])]) for part in range(9)] for number in range(30)]
+    refs = [pool.publish_many(many[number], submission=f"s{number}") for number in range(30)]
+    assert [pool.publish_many(many[number], submission=f"s{number}") for number in (28, 29)] == refs[28:]
+    assert sum(len(answer) for _, answer in pool.writer._answers.values()) <= 100
+    assert pool.receipt("s0") == refs[0]
+    assert pool.publish_many(many[0], submission="s0") != refs[0]
 
 
 def test_one_submission_from_many_threads_is_published_once(pool: Pool) -> None:

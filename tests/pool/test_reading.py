@@ -308,6 +308,23 @@ def test_a_session_keeps_few_packs_and_few_indexes(pool: Pool, monkeypatch: pyte
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_many_lazy_tensors_take_one_descriptor_a_pack(pool: Pool) -> None:
+    refs = [*pool.publish_tensors({str(number): np.full(3, number) for number in range(300)}).values()]
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [pool.tensor(ref) for ref in refs]
+    sets = [pool.read(ref) for ref in refs]
+    assert len(os.listdir("/proc/self/fd")) - before <= 1
+    pool.close()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if [int(tensor[1:2][0]) for tensor in tensors[::50]] == [*range(0, 300, 50)] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert collected(pool) == 0
+    assert [int(tensor[0:1][0]) for tensor in tensors] == [*range(300)]
+    del tensors, sets
+    assert collected(pool) == 1
+
+
 def test_one_session_serves_many_threads(pool: Pool, array: np.ndarray[Any, Any]) -> None:
     refs = []
     for number in range(12):

@@ -9,6 +9,8 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from pool.content import payload, records, require
 from spillover.errors import (
+    Collected,
     Corrupt,
     InputError,
     LockContended,
@@ -27,8 +30,9 @@ from spillover.errors import (
     StoreRefused,
     Superseded,
 )
-from spillover.pool import Pool, Record, Ref
+from spillover.pool import Pool, Record, Ref, Writer
 from spillover.pool.layout import PackHeader, checked
+from spillover.store.disk import Disk
 
 TESTS = Path(__file__).resolve().parents[1]
 WRITER = """
@@ -356,6 +360,85 @@ def test_a_retired_writer_that_wakes_up(tmp_path: Path, other: Callable[[], Othe
         assert owners.collect().packs == 0
 
 
+class Late(Disk):
+    """Does something at the last moment before a file is removed."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], None] = lambda: None
+
+    def unlink(self, path: Path) -> None:
+        if path.suffix == ".pack":
+            self.act()
+        super().unlink(path)
+
+
+def test_what_is_being_deleted_cannot_be_owned_any_more(tmp_path: Path) -> None:
+    """The deletion is on record before the file goes, so that nobody retains what is not there."""
+    disk = Late()
+    pool = Pool.open(tmp_path / "pool", create=True, disk=disk)
+    ref = pool.publish(records("one.900"))
+    linked = pool.publish(records("two.900"), dependencies=[ref])
+    pool.close()
+    refusals: list[str] = []
+    with pool.owners() as owners:
+        owners.retain("before", [linked])
+        owners.release("before")
+
+        def retain() -> None:
+            for late in (ref, linked):
+                with refused(Collected, "nobody owned it"):
+                    owners.retain("late", [late])
+                refusals.append(str(late))
+
+        disk.act = lambda: in_time(retain)
+        assert owners.collect().deleted == 1
+        assert refusals == [str(ref), str(linked)]
+        assert owners.names() == []
+
+
+def in_time(act: Callable[[], None]) -> None:
+    """Run ``act`` in another thread, and do not wait for ever."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for a lock"
+
+
+class Dying(Disk):
+    """Kills its process after the first bytes that it made durable."""
+
+    def sync_data(self, file: int) -> None:
+        super().sync_data(file)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_copies_of_a_compaction_that_died_are_nobodys(tmp_path: Path) -> None:
+    """They are no publications of the writer that made them, and answer for no submission."""
+    path = tmp_path / "pool"
+    with Pool.open(path, create=True) as pool:
+        refs = {ident: pool.publish(records(ident), submission=ident) for ident in ("a.900", "b.9000")}
+    with Pool.open(path).owners() as owners:
+        owners.retain("kept", [refs["a.900"]])
+
+    def compact() -> None:
+        with Pool.open(path, disk=Dying()).owners() as owners:
+            owners.compact(min_owned=1.0)
+
+    process = multiprocessing.get_context("fork").Process(target=compact)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    assert len([*pool.folder.list_packs()]) == 2
+    assert pool.receipt("a.900") == [refs["a.900"]]
+    with pool.owners() as owners:
+        (info,) = owners.writers()
+        assert owners.retire(info.id, adopt="found") == []
+        assert owners.collect().packs == 1
+        assert owners.compact(min_owned=1.0).rewritten == 1
+        assert pool.receipt("a.900") == [refs["a.900"]]
+        require(Pool.open(path), refs["a.900"], "a.900")
+
+
 def test_a_writer_that_is_retired_within_its_write(tmp_path: Path) -> None:
     """Retired between its sync and its answer: refused, although everything is on the disk."""
     pool = Pool.open(tmp_path / "pool", create=True)
@@ -511,6 +594,46 @@ def test_a_closed_writer(tmp_path: Path) -> None:
         "a pool that is used again has a new writer"
     )
     pool.close()
+
+
+def test_closing_while_threads_publish(tmp_path: Path) -> None:
+    """Whoever gets a reference can read it until a collection; whoever does not hears that it was closed."""
+    path = tmp_path / "pool"
+    for attempt in range(20):
+        pool = Pool.open(path, create=True)
+        found: dict[str, Ref | BaseException] = {}
+        threads = [
+            threading.Thread(target=publish_on, args=(pool.writer, f"{attempt}-{n}", found)) for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30
+        while len(found) < 5 + attempt and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        pool.close()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        errors = [answer for answer in found.values() if not isinstance(answer, Ref)]
+        assert len(errors) == 4
+        assert {type(error) for error in errors} == {StateError}, errors
+        for ident, answer in found.items():
+            if isinstance(answer, Ref):
+                require(pool, answer, ident)
+    with Pool.open(path).owners() as owners:
+        assert not owners.writers()
+        assert owners.collect().packs == 0, "a closed writer holds nothing"
+
+
+def publish_on(writer: Writer, name: str, found: dict[str, Ref | BaseException]) -> None:
+    """Publish until that is refused."""
+    for number in range(10_000):
+        ident = f"{name}-{number}.300"
+        try:
+            found[ident] = writer.publish(records(ident))
+        except BaseException as error:
+            found[ident] = error
+            return
 
 
 def test_an_owner_while_another_lives(tmp_path: Path, other: Callable[[], Other]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from spillover.errors import InputError
-from spillover.pool import Pool, Record, Ref
+from spillover.pool import Link, Pool, Publication, Record, Ref
 
 INTEGERS = "uint8 int8 uint16 int16 uint32 int32 uint64 int64".split()
 NUMPY = [*INTEGERS, *"float16 float32 float64 bool complex64 complex128".split()]
@@ -261,6 +261,9 @@ REFUSED: list[Any] = [
     np.array([(1, 2.0)], dtype="i4,f8"),
     np.array(["2026-01-01"], "datetime64[D]"),
     np.ma.masked_array([1, 2], [True, False]),
+    Record("inner", 1),
+    Link("inner", Ref(1, 2, 3, 4, 5, 6)),
+    Publication([]),
     torch.eye(3).to_sparse(),
     torch.zeros(3, device="meta"),
 ]

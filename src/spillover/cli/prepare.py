@@ -13,7 +13,7 @@ from spillover.errors import InputError
 
 __all__ = ["check", "example", "sample_file"]
 
-EXAMPLES = ("tickets", "prompts", "pool")
+EXAMPLES = ("tickets", "prompts", "pool", "queue")
 
 
 def check(

@@ -26,7 +26,9 @@ from spillover.errors import Corrupt, LockContended
 from spillover.pool import gate
 from spillover.pool.blocks import Place, read_seal
 from spillover.pool.catalogue import Catalogue
+from spillover.pool.extent import Index
 from spillover.pool.folder import Folder
+from spillover.pool.layout import RELOCATIONS
 from spillover.pool.reader import OpenPack
 from spillover.pool.reference import Ref, writer_of
 from spillover.pool.scan import Extent, begun, reference, survey
@@ -127,7 +129,10 @@ def retire(folder: Folder, writer: int) -> list[Ref]:
 
 
 def _whole(folder: Folder, number: int) -> list[Ref]:
-    """The publications of a pack that are whole, made durable: their writer may have died before it was."""
+    """The publications of a pack that are whole, made durable: their writer may have died before it was.
+
+    Copies that its writer made of others are none: they stay under their first address, or are nobody's.
+    """
     try:
         pack = OpenPack(folder, number)
     except FileNotFoundError:
@@ -138,7 +143,12 @@ def _whole(folder: Folder, number: int) -> list[Ref]:
         return []
     folder.disk.sync_data(pack.file)
     found: list[Extent] = []
-    survey(pack, lambda damage: None, whole=lambda extent, index: found.append(extent))
+
+    def add(extent: Extent, index: Index) -> None:
+        if extent.header.writer == writer_of(number) and not extent.header.flags & RELOCATIONS:
+            found.append(extent)
+
+    survey(pack, lambda damage: None, whole=add)
     path = pack.path
     return [reference(folder, number, Place(pack.file, path, extent.offset), extent) for extent in found]
 

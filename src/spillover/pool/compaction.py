@@ -26,6 +26,7 @@ from spillover.pool.collection import PackState, alone, delete_packs, pack_state
 from spillover.pool.folder import Folder
 from spillover.pool.intake import Intake, Taken, copied
 from spillover.pool.layout import HEADER
+from spillover.pool.quota import Unlimited
 from spillover.pool.reader import OpenPack
 from spillover.pool.reference import writer_of
 from spillover.pool.relocation import addresses_of
@@ -84,7 +85,7 @@ def compact(
     total = sum(chosen.values())
     sources: list[_Source] = []
     done = 0
-    with Intake(catalogue.folder, pack_bytes) as intake:
+    with Intake(catalogue.folder, pack_bytes, Unlimited(catalogue.folder)) as intake:
         for state, owned in sorted(chosen.items(), key=lambda pair: pair[1] / pair[0].size):
             try:
                 sources.append(_copy(catalogue, state, intake))

@@ -94,10 +94,11 @@ class Draft:
         check: first eight bytes of the index checksum.
         linked: whether it has dependencies.
         index: the index before `resolve`: equal for equal content.
+        needs: its dependencies; a number is an earlier publication of the same call.
         relocates: whether it is a relocation table.
     """
 
-    __slots__ = ("_local", "_tail", "check", "index", "length", "linked", "parts", "relocates")
+    __slots__ = ("_local", "_tail", "check", "index", "length", "linked", "needs", "parts", "relocates")
 
     def __init__(
         self, publication: Publication, writer: int, submission: Submission = NO_SUBMISSION, flags: int = 0
@@ -105,6 +106,7 @@ class Draft:
         dependencies = [*publication.dependencies]
         entries, payloads, chunks, heap, end = _records(publication.records, dependencies)
         table, self._local = _dependencies(dependencies)
+        self.needs: Sequence[Ref | int] = dependencies
         count = len(publication.records)
         if max(count, len(table), len(heap)) > LIMIT:
             raise InputError(
@@ -144,6 +146,7 @@ class Copy(NamedTuple):
     length: int
     check: int
     linked: bool
+    needs: Sequence[Ref | int] = ()
     relocates: bool = False
 
     def resolve(self, earlier: Sequence[Ref]) -> None:
@@ -205,6 +208,8 @@ def _records(
 
 
 def _encoded(record: Record) -> codecs.Encoded:
+    if isinstance(record.payload, (Record, Link, Publication)):  # tuples, which JSON would take for lists
+        raise InputError(f"record {record.id!r}: a {type(record.payload).__name__} is no payload")
     try:
         return codecs.encode(record.payload)
     except InputError as error:

@@ -177,7 +177,8 @@ class Folder:
             blob = self._store.read(IDENTITY)
         except NotFound:
             raise InputError(
-                f"{self.path} holds no pool", hint="Pool.open(path, create=True) makes one, if the path is right"
+                f"{self.path} holds no pool",
+                hint="Pool.open(path, create=True) makes one, if the path is right",
             ) from None
         try:
             found = msgspec.json.decode(blob.data, type=Identity)

@@ -10,12 +10,16 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from spillover.pool.layout import ALIGN
 from spillover.pool.reference import Ref
 
-__all__ = ["Held"]
+__all__ = ["Held", "Place"]
+
+Place = tuple[int, int]
+"""Pack and offset of a publication."""
 
 
 class Held:
@@ -23,6 +27,8 @@ class Held:
 
     def __init__(self) -> None:
         self._packs: dict[int, _Pack] = {}
+        self._needs: dict[Place, list[Place]] = {}
+        self._needed: Counter[Place] = Counter()
         self._lock = threading.Lock()
 
     def begin(self, pack: int, file: int) -> None:
@@ -31,24 +37,41 @@ class Held:
         with self._lock:
             self._packs[pack] = _Pack(os.dup(file))
 
-    def add(self, pack: int, offsets: Sequence[int]) -> None:
-        """Hold the publications that begin at ``offsets``."""
+    def add(self, pack: int, offsets: Sequence[int], needs: Mapping[Place, list[Place]]) -> None:
+        """Hold the publications that begin at ``offsets``; nothing is held after `close`.
+
+        Args:
+            needs: what some of them depend on. Of that, what is held here too is settled with the last that
+                needs it.
+        """
         with self._lock:
-            self._packs[pack].add(offsets)
+            if (found := self._packs.get(pack)) is not None:
+                found.add(offsets)
+                for place, found_needs in needs.items():
+                    self._needs[place] = [need for need in found_needs if need[0] in self._packs]
+                    self._needed.update(self._needs[place])
 
     def end(self, pack: int) -> None:
         """The pack grows no more: let it go once all of it is settled."""
         with self._lock:
-            self._packs[pack].ended = True
-            self._drop(pack)
+            if (found := self._packs.get(pack)) is not None:
+                found.ended = True
+                self._drop(pack)
 
     def settle(self, refs: Iterable[Ref]) -> None:
         """Hold these publications no longer."""
+        todo = [(ref.pack, ref.offset) for ref in refs]
         with self._lock:
-            for ref in refs:
-                if (pack := self._packs.get(ref.pack)) is not None:
-                    pack.remove(ref.offset)
-                    self._drop(ref.pack)
+            while todo:
+                place = todo.pop()
+                if (pack := self._packs.get(place[0])) is not None:
+                    pack.remove(place[1])
+                    self._drop(place[0])
+                for need in self._needs.pop(place, ()):
+                    self._needed[need] -= 1
+                    if not self._needed[need]:
+                        del self._needed[need]
+                        todo.append(need)
 
     def close(self) -> None:
         """Let everything go."""
@@ -56,6 +79,8 @@ class Held:
             for pack in self._packs.values():
                 os.close(pack.file)
             self._packs.clear()
+            self._needs.clear()
+            self._needed.clear()
 
     def forget(self) -> None:
         """Close the descriptors that a forked child inherited; the parent keeps the locks."""

@@ -15,6 +15,7 @@ from spillover.pool.blocks import Place
 from spillover.pool.extent import Copy, Draft, Publication, Record
 from spillover.pool.folder import Folder
 from spillover.pool.layout import RELOCATIONS
+from spillover.pool.quota import Quota
 from spillover.pool.reader import OpenPack
 from spillover.pool.relocation import Row, encode_table
 from spillover.pool.scan import Extent, survey, verify_extent
@@ -45,12 +46,13 @@ class Intake:
     Args:
         folder: the pool.
         pack_bytes: a new pack that has grown to this is sealed.
+        quota: the room for them.
     """
 
-    def __init__(self, folder: Folder, pack_bytes: int) -> None:
+    def __init__(self, folder: Folder, pack_bytes: int, quota: Quota) -> None:
         self._folder = folder
         self._limit = pack_bytes
-        self._writer = Writer(folder, pack_bytes=1 << 62)
+        self._writer = Writer(folder, pack_bytes=1 << 62, quota=quota)
         self._waiting: list[tuple[Copy, list[tuple[int, int, int]]]] = []
         self._waiting_bytes = 0
         self._rows: list[Row] = []

@@ -49,6 +49,7 @@ _EXTENT = struct.Struct("<4sIQQ16sIIQ")
 _TRAILER = struct.Struct("<4sIQQIIQ16s")
 _SEAL = struct.Struct("<4sIQQQ24x")
 _CHECK = struct.Struct("<Q")
+_ENDS = struct.Struct("<8xQ24xQ8xQ")
 ENTRY = struct.Struct("<QQQIIIBBBBII")
 """One record of an index, 48 bytes; the fields of `Entry`."""
 
@@ -190,6 +191,14 @@ def extent_trailer(
 ) -> bytes:
     """The bytes of a `Trailer`."""
     return checked(_TRAILER.pack(b"END1", flags, length, index_at, records, dependencies, chunks, digest))
+
+
+def ends(trailer: bytes, length: int, check: int) -> bool:
+    """Whether this is the trailer of an extent of that length and index checksum."""
+    if len(trailer) != HEADER or trailer[:4] != b"END1":
+        return False
+    found, start, own = _ENDS.unpack(trailer)
+    return bool(found == length and start == check and own == _xxh3(trailer[: HEADER - 8]))
 
 
 class Seal(NamedTuple):

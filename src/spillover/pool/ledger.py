@@ -106,8 +106,7 @@ class Ledger:
                 self.disown_many(cursor, owner)
                 continue
             with contextlib.suppress(Collected):
-                pack, place, _ = self._place(ref)
-                rows.append((pack, place, owner))
+                rows.append((*self._reader.place(ref, self.gone), owner))
         cursor.executemany("DELETE FROM owned WHERE pack = ? AND place = ? AND owner = ?", rows)
 
     def disown_many(self, cursor: sqlite3.Cursor, owner: int) -> None:
@@ -139,8 +138,7 @@ class Ledger:
         return [*found]
 
     def _place(self, ref: Ref) -> Placed:
-        pack, offset = self._reader.place(ref, self.gone)
-        return pack, offset, ref.length
+        return *self._reader.require(ref, self.gone), ref.length
 
     def _insert(self, cursor: sqlite3.Cursor, rows: Sequence[tuple[int, Placed]]) -> None:
         cursor.executemany(

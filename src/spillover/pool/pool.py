@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from spillover.errors import InputError
 from spillover.pool.extent import Link, Publication, Record
 from spillover.pool.folder import Folder
 from spillover.pool.owners import Owners
-from spillover.pool.reader import Indexes, Pin, Reader, RecordSet
+from spillover.pool.reader import Indexes, OpenPack, Pin, Reader, RecordSet
 from spillover.pool.reference import Ref
 from spillover.pool.relocation import Relocations
 from spillover.pool.scan import receipt
-from spillover.pool.tensors import Tensor
+from spillover.pool.tensors import Tensor, patched
 from spillover.pool.verify import Verification, verify
 from spillover.pool.writer import PACK_BYTES, Writer
 from spillover.store.disk import Disk
@@ -38,6 +39,7 @@ class Pool:
         self._pack_bytes = pack_bytes
         self._indexes = Indexes()
         self._relocations = Relocations(folder)
+        self._opened: weakref.WeakValueDictionary[int, OpenPack] = weakref.WeakValueDictionary()
         self._writer: Writer | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -120,6 +122,18 @@ class Pool:
         """
         return self.publish(replaced(self.read(ref), values))
 
+    def updated_rows(self, ref: Ref, name: str, start: int, rows: Any) -> Ref:
+        """Publish a publication again with rows of one tensor replaced; everything else is shared.
+
+        Args:
+            start: first row to replace.
+            rows: an array or tensor of the tensor's dtype and row shape.
+
+        Raises:
+            InputError: ``name`` is no tensor, or the rows do not fit it.
+        """
+        return self.updated(ref, {name: patched(self.tensor(self.read(ref).ref_of(name)), start, rows)})
+
     def receipt(self, submission: str) -> list[Ref] | None:
         """The references that a submission got whose answer was lost, whoever wrote it; None if none did.
 
@@ -144,7 +158,7 @@ class Pool:
 
     def reader(self) -> Reader:
         """A new read session."""
-        return Reader(self.folder, self._indexes, self._relocations)
+        return Reader(self.folder, self._indexes, self._relocations, self._opened)
 
     def pin(self, refs: Sequence[Ref]) -> Pin:
         """Keep publications on disk until the pin is closed or this process ends; see `Reader.pin`."""
@@ -171,7 +185,10 @@ class Pool:
         self.writer.seal()
 
     def close(self) -> None:
-        """Give up writing and reading. What nobody owns by now can be collected."""
+        """End this process's writer. What nobody owns by now can be collected.
+
+        Publishing again registers a new one.
+        """
         with self._lock:
             if self._writer is not None:
                 self._writer.close()
@@ -187,6 +204,7 @@ class Pool:
 def replaced(old: RecordSet, values: Mapping[str, Any]) -> list[Record | Link]:
     """The records of ``old`` as links, but those named in ``values`` anew."""
     records: list[Record | Link] = [
-        Record(name, values[name]) if name in values else Link(name, old.ref_of(name)) for name in old
+        Record(name, values[name], old.metadata_of(name)) if name in values else Link(name, old.ref_of(name))
+        for name in old
     ]
     return records + [Record(name, value) for name, value in values.items() if name not in old]

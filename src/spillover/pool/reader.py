@@ -25,7 +25,7 @@ from spillover.pool import codecs
 from spillover.pool.blocks import Place, read_index, read_payload
 from spillover.pool.extent import Index, Record
 from spillover.pool.folder import Folder
-from spillover.pool.layout import HEADER, Entry, PackHeader
+from spillover.pool.layout import HEADER, Entry, PackHeader, ends
 from spillover.pool.reference import Ref, pack_name
 from spillover.pool.relocation import Relocations
 from spillover.pool.tensors import Tensor
@@ -59,8 +59,8 @@ class OpenPack:
     def __init__(self, folder: Folder, pack: int) -> None:
         self.id = pack
         self.path = folder.name_of(pack)
-        self.file = -1
-        self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        self.file = self._descriptor.number
         _packs.add(self)
         fcntl.flock(self.file, fcntl.LOCK_SH)
         state = os.fstat(self.file)
@@ -71,14 +71,29 @@ class OpenPack:
         if header.pool != folder.id or header.pack != pack:
             raise Corrupt(f"{self.path} is a pack of another pool or name")
 
-    def __del__(self) -> None:
-        self.forget()
-
     def forget(self) -> None:
         """Let the pack go."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self.file = -1
+        self._descriptor.close()
+
+
+class _Descriptor:
+    """Closes a file when nobody refers to it any more.
+
+    An object of its own, which nobody refers to weakly: a weak reference to an object with a finalizer can
+    bring it back while the finalizer runs, with a file that is closed a moment later.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +129,10 @@ class RecordSet(Mapping[str, Record]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def metadata_of(self, name: str) -> dict[str, Any] | None:
+        """A record's metadata, without its payload."""
+        return self._index.metadata(self._index.entry(self._places[name]))
 
     def ref_of(self, name: str) -> Ref:
         """The reference of one record."""
@@ -159,14 +178,20 @@ class Reader:
         folder: the pool.
         indexes: shared with other sessions of the same pool.
         relocations: likewise.
+        opened: packs that other sessions of the same pool have open; each takes one descriptor for all.
     """
 
     def __init__(
-        self, folder: Folder, indexes: Indexes | None = None, relocations: Relocations | None = None
+        self,
+        folder: Folder,
+        indexes: Indexes | None = None,
+        relocations: Relocations | None = None,
+        opened: weakref.WeakValueDictionary[int, OpenPack] | None = None,
     ) -> None:
         self.folder = folder
         self._indexes = indexes or Indexes()
         self._relocations = relocations or Relocations(folder)
+        self._opened = weakref.WeakValueDictionary() if opened is None else opened
         self._packs: OrderedDict[int, OpenPack] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -265,11 +290,20 @@ class Reader:
 
         Raises:
             Collected: the pack is gone.
-            Corrupt: the pack ends before the extent does.
         """
         pack, offset = self._locate(ref, gone)
-        if offset + ref.length > pack.size and offset + ref.length > os.fstat(pack.file).st_size:
-            raise Corrupt(f"{self._where(ref)} is cut off: the pack ends before it")
+        return pack.id, offset
+
+    def require(self, ref: Ref, gone: Container[int] = ()) -> tuple[int, int]:
+        """Like `place`, and the extent's trailer is what the reference was made for.
+
+        Raises:
+            Corrupt: it is not: the reference was made up, or the trailer is damaged.
+        """
+        pack, offset = self._locate(ref, gone)
+        trailer = os.pread(pack.file, HEADER, offset + ref.length - HEADER)
+        if not ends(trailer, ref.length, ref.check):
+            raise Corrupt(f"{self._where(ref)} is not what its reference was made for")
         return pack.id, offset
 
     def close(self) -> None:
@@ -328,6 +362,7 @@ class Reader:
         except Corrupt:
             with self._lock:
                 self._packs.pop(pack.id, None)
+                self._opened.pop(pack.id, None)
         pack, offset = self._locate(ref)
         return act(Place(pack.file, pack.path, offset))
 
@@ -361,12 +396,15 @@ class Reader:
             if found is not None:
                 self._packs.move_to_end(pack)
                 return found
-        try:
-            found = OpenPack(self.folder, pack)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise refusal(error, str(self.folder.path_of(pack))) from error
+        found = self._opened.get(pack)
+        if found is None or found.file < 0:  # or forgotten, in a forked child
+            try:
+                found = OpenPack(self.folder, pack)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise refusal(error, str(self.folder.path_of(pack))) from error
+            self._opened[pack] = found
         with self._lock:
             self._packs[pack] = found
             while len(self._packs) > OPEN_PACKS:

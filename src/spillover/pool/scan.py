@@ -106,7 +106,7 @@ def survey(
             following = extent.stop
             whole(extent, verify_extent(place, extent.header))
         except Corrupt as error:
-            broken.append(error)
+            broken.append(error.with_traceback(None))  # whose frames would keep the pack open
             if following == offset:
                 following = _next_header(place, stop)
         else:

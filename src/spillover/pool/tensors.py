@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from spillover.errors import InputError
-from spillover.pool.codecs import DType, writable
+from spillover.pool.codecs import DType, dtype_named, dtype_numbered, encode, writable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from spillover.pool.reader import Stored
 
-__all__ = ["Tensor"]
+__all__ = ["Tensor", "patched"]
 
 
 class Tensor:
@@ -40,6 +40,11 @@ class Tensor:
     def dtype(self) -> str:
         """The dtype's name in PyTorch, as in ``bfloat16``."""
         return self._dtype.name
+
+    @property
+    def numpy_dtype(self) -> str | None:
+        """The dtype's name in NumPy; None where NumPy lacks it."""
+        return self._dtype.numpy
 
     def __len__(self) -> int:
         if not self.shape:
@@ -110,6 +115,24 @@ class Tensor:
             return torch.empty(shape, dtype=dtype)
         found: TorchTensor = torch.from_numpy(data).view(dtype).reshape(shape)
         return found
+
+
+def patched(tensor: Tensor, start: int, rows: Any) -> Any:
+    """A copy of ``tensor`` in memory with rows from ``start`` on replaced.
+
+    Raises:
+        InputError: they do not fit it.
+    """
+    given = encode(rows)
+    count = given.shape[0] if given.shape else 0
+    fits = dtype_numbered(given.dtype) == dtype_named(tensor.dtype) and given.shape[1:] == tensor.shape[1:]
+    if not fits or not 0 <= start <= start + count <= len(tensor):
+        raise InputError(f"{count} rows from {start} on do not fit {tensor!r}")
+    whole = tensor.torch() if tensor.numpy_dtype is None else tensor.numpy()
+    flat = writable(whole, tensor.nbytes)
+    row = tensor.nbytes // max(1, len(tensor))
+    flat[start * row : (start + count) * row] = given.data
+    return whole
 
 
 def _bytes(out: Any, size: int) -> np.ndarray[Any, Any]:

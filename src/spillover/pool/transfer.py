@@ -24,6 +24,7 @@ from spillover.pool.compaction import lead, register
 from spillover.pool.folder import Folder
 from spillover.pool.intake import Intake, copied, relocation_draft
 from spillover.pool.layout import HEADER, PackHeader, Seal
+from spillover.pool.quota import Quota
 from spillover.pool.reader import OpenPack, Reader
 from spillover.pool.reference import Ref
 from spillover.pool.relocation import addresses_of
@@ -111,11 +112,13 @@ def import_pool(
             raise Corrupt(f"{source} is cut off, or is no export", hint="export it again")
         owners = _owners(place, seal)
         addresses = addresses_of(place)
-        with Intake(folder, pack_bytes) as intake, Reader(folder) as reader:
+        with Intake(folder, pack_bytes, Quota(folder)) as intake, Reader(folder) as reader:
             for offset, found in sorted(addresses.items()):
                 here = place._replace(offset=offset)
                 extent = extent_at(here, seal.end)
-                if not any(_here(catalogue, reader, address, extent.header.length) for address in found):
+                check = int.from_bytes(read_index(here, extent.header.length).trailer.digest[:8], "little")
+                known = (Ref(*address, extent.header.length, check) for address in found)
+                if not any(_here(catalogue, reader, ref) for ref in known):
                     intake.add(copied(here, extent), found)
                 progress(extent.stop, seal.end)
             taken = intake.finish()
@@ -204,10 +207,10 @@ def _owners(place: Place, seal: Seal) -> dict[str, list[Ref]]:
     return {name: [Ref.parse(ref) for ref in refs] for name, refs in named.items()}
 
 
-def _here(catalogue: Catalogue, reader: Reader, address: tuple[int, int, int], length: int) -> bool:
-    """Whether the pool has what lies at an address, and does not delete it at this moment."""
+def _here(catalogue: Catalogue, reader: Reader, ref: Ref) -> bool:
+    """Whether the pool has what an address leads to, and does not delete it at this moment."""
     try:
-        reader.place(Ref(*address, length, 0), catalogue.ledger.gone)
+        reader.require(ref, catalogue.ledger.gone)
     except (Collected, Corrupt, Mismatch):
         return False
     return True

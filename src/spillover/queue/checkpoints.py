@@ -106,6 +106,7 @@ def restore(change: Change, call: m.Restore) -> None:
 
 def drop(change: Change, call: m.DropCheckpoint) -> bool:
     """Let a checkpoint and what it owns go."""
+    change.queue(call.queue)
     found = _find(change.cursor, call.checkpoint)
     if found is None:
         return False

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from spillover.errors import Conflict, InputError
+from spillover.errors import Conflict, InputError, Superseded
 from spillover.pool import Owners, Pool
 from spillover.pool.group import Group
 from spillover.queue import checkpoints, consumers, tasks, views
@@ -31,6 +31,9 @@ from spillover.queue import messages as m
 from spillover.queue.change import Change, Memory
 from spillover.queue.schema import SCHEMA
 from spillover.queue.tasks import encoded
+from spillover.state import control
+from spillover.state.ownership import CONTROL
+from spillover.store import LocalStore
 
 __all__ = ["LEASE_SECONDS", "Coordinator"]
 
@@ -125,6 +128,8 @@ class Coordinator:
     ) -> None:
         self.owners: Owners = pool.owners(takeover=takeover)
         self._catalogue = self.owners.catalogue
+        self._control = LocalStore(pool.path / "owner", pool.folder.disk)
+        self._seen = b""
         self._clock = clock
         self.counters = Counters()
         self._memory = Memory(lease_seconds, self.owners.generation)
@@ -148,7 +153,9 @@ class Coordinator:
         if (view := VIEWS.get(type(call))) is not None:
             with self._catalogue.reading() as cursor, _fitting(call):
                 self._remember(cursor)
-                return view[0](cursor, self._memory, self._memory.queue(call.queue), call)
+                found = view[0](cursor, self._memory, self._memory.queue(call.queue), call)
+            self.check()
+            return found
         (answer,) = self._group(call)
         if isinstance(answer, BaseException):
             raise answer
@@ -158,6 +165,26 @@ class Coordinator:
         """All queues in figures, by name."""
         return [self.call(m.ReadStats(queue=name)) for name in sorted(self._memory.queues)]
 
+    def check(self) -> None:
+        """Return if this process owns the pool, by what is written there now.
+
+        `Owners.check` may go by what it read a moment ago. That is not enough for an answer: a mount that was
+        away for this moment may have lost the lock to somebody else.
+
+        Raises:
+            Superseded: another process owns it, or did meanwhile.
+            StoreError: it cannot be read.
+        """
+        self.owners.check()
+        data = self._control.read(CONTROL).data
+        if data == self._seen:
+            return
+        document = control.decode(data, f"{self._control.uri}/{CONTROL}")
+        if document.status != "running" or document.generation != self.owners.generation:
+            mine, now = self.owners.generation, document.generation
+            raise Superseded(f"generation {mine} lost the queues: generation {now} has them")
+        self._seen = data
+
     def drain(self, queue: str, *, draining: bool = True) -> None:
         """Hand out no more tasks of a queue until told otherwise, or until the coordinator restarts."""
         change = self._memory.draining.add if draining else self._memory.draining.discard
@@ -165,7 +192,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Stop coordinating; leases stay as they are."""
-        self.owners.close()
+        with contextlib.suppress(OSError):  # of a mount that is away: its lock is gone with it
+            self.owners.close()
 
     def __enter__(self) -> Coordinator:
         return self
@@ -189,7 +217,7 @@ class Coordinator:
                 self._unsure = False
                 raise
             self._unsure = False
-        self.owners.check()
+        self.check()
         self.counters.commits += 1
         self.counters.seconds += time.perf_counter() - begun
         for call, (answer,) in zip(calls, answers, strict=True):

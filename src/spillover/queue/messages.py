@@ -151,7 +151,8 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, kw_only=Tr
 
     Attributes:
         queue: the queue's name.
-        key: names the request. Its repeat returns the first answer.
+        key: names the request, in its queue (`Create` and `Fork`: in the pool). Its repeat returns the
+            first answer.
     """
 
     queue: str

@@ -4,7 +4,7 @@
 ``Content-Type: application/json``, and answers in the same. ``GET /metrics`` is Prometheus text, ``GET
 /health`` says who coordinates. Every refusal is one line: 400 what cannot be understood, 401 a wrong token,
 404 and 405, 408 a body that does not come, 409 what a coordinator refused, 413 a body that is too large, 503
-a coordinator that was superseded.
+a coordinator that was superseded or whose disk fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hmac
 import resource
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from spillover.errors import InputError, SpillError, Superseded
+from spillover.errors import InputError, SpillError, StoreError, StoreFull, Superseded
 from spillover.queue.coordinator import Coordinator
 from spillover.queue.metrics import prometheus
 from spillover.queue.transport import BODY_BYTES, PATH, decode_call, told
@@ -34,6 +35,8 @@ from spillover.queue.transport import BODY_BYTES, PATH, decode_call, told
 __all__ = ["application", "serve"]
 
 BODY_SECONDS = 30.0
+AWAY_SECONDS = 10.0
+"""How long the pool's folder may fail before serving ends, so that somebody else can take over."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -58,8 +61,7 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
             wanted = decode_call(body, json=kind.endswith("json"))
             answer = await run_in_threadpool(coordinator.call, wanted)
         except SpillError as error:
-            gone = isinstance(error, Superseded) and await run_in_threadpool(_superseded, coordinator)
-            status = 400 if isinstance(error, InputError) else 503 if gone else 409
+            status = await run_in_threadpool(_status, coordinator, error)
             return Response(encode(told(error)), status, media_type=kind)
         return Response(encode(answer), media_type=kind)
 
@@ -67,6 +69,10 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
         return PlainTextResponse(await run_in_threadpool(prometheus, coordinator))
 
     async def health(request: Request) -> Response:
+        try:
+            await run_in_threadpool(coordinator.check)
+        except SpillError as error:
+            raise HTTPException(503, str(error)) from None
         return PlainTextResponse(f"generation {coordinator.owners.generation}\n")
 
     served = Starlette(
@@ -84,7 +90,7 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
 def serve(
     coordinator: Coordinator, *, host: str, port: int, token: str | None, ready: Callable[[int], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until this process is superseded.
+    """Serve until SIGTERM or SIGINT, until this process is superseded, or until the pool's folder is away.
 
     Args:
         port: 0 takes a free one.
@@ -153,20 +159,35 @@ def _absorbed_signals(server: Any) -> Iterator[None]:
 
 
 async def _watch(coordinator: Coordinator, server: Any) -> None:
-    """Stop serving once another process owns the pool."""
+    """Stop serving once another process owns the pool, or its folder is away for good."""
+    well = time.monotonic()
     while True:
         await asyncio.sleep(1.0)
-        if await run_in_threadpool(_superseded, coordinator):
+        try:
+            await run_in_threadpool(coordinator.check)
+            well = time.monotonic()
+        except Superseded:
             server.should_exit = True
+        except StoreError:
+            server.should_exit = time.monotonic() - well > AWAY_SECONDS
 
 
-def _superseded(coordinator: Coordinator) -> bool:
-    """Whether another process owns the pool; a retired worker's refusal has the same class."""
-    try:
-        coordinator.owners.check()
-    except Superseded:
-        return True
-    return False
+def _status(coordinator: Coordinator, error: SpillError) -> int:
+    """What to answer a call that was refused.
+
+    503 if another coordinator may do better, or this one in a moment. A retired worker's refusal has the
+    same class as that of a coordinator which was superseded.
+    """
+    if isinstance(error, InputError):
+        return 400
+    if isinstance(error, StoreError) and not isinstance(error, StoreFull):
+        return 503
+    if isinstance(error, Superseded):
+        try:
+            coordinator.check()
+        except SpillError:
+            return 503
+    return 409
 
 
 async def _body(request: Request) -> bytes:

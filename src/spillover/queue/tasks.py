@@ -283,7 +283,9 @@ def cancel(change: Change, call: m.Cancel) -> int:
             change.unlease([number])
         if ref is not None:
             change.ledger.disown(change.cursor, [(owner(Kind.INPUT, number), Ref.from_bytes(ref))])
-        change.cursor.execute("UPDATE tasks SET status = 4, input = NULL WHERE id = ?", (number,))
+        change.cursor.execute(
+            "UPDATE tasks SET status = 4, input = NULL, worker = NULL WHERE id = ?", (number,)
+        )
         queue.counts[status] -= 1
         queue.counts[CANCELLED] += 1
         count += 1

@@ -142,7 +142,7 @@ class HttpTransport:
             raise Unknown(f"no answer from {self._where}: {error}") from None
         self._idle.append(connection)
         if response.status == 503:
-            raise Unknown(f"the coordinator at {self._where} is not serving")
+            raise Unknown(f"the coordinator at {self._where} is not serving: {_reason(answer)}")
         if response.headers.get_content_type() == "text/plain":
             refusal = answer.decode(errors="replace").strip()[:MESSAGE]
             raise InputError(
@@ -194,6 +194,13 @@ def told(error: SpillError) -> Told:
     if len(message) > MESSAGE:
         message = f"{message[:MESSAGE]}..."
     return Told(type(error).__name__, message, error.hint)
+
+
+def _reason(body: bytes) -> str:
+    """Why a coordinator refuses to serve, if it says so."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.msgpack.decode(body, type=Told).message
+    return body.decode(errors="replace").strip()[:MESSAGE]
 
 
 def _read(call: m.Call, succeeded: bool, body: bytes) -> Any:
