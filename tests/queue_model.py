@@ -1,4 +1,4 @@
-"""A queue as it should be, in two hundred lines of plain Python: no database, no numbers, no sharing.
+"""A queue as it should be, in plain Python: no database, no numbers, no sharing.
 
 A call is a message, as for the coordinator; it changes the model and is answered, or raises and changes
 nothing. Leases name their tasks by numbers that the coordinator gave: `Model.bind` tells the model.

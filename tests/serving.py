@@ -151,10 +151,9 @@ def main() -> None:
         ):
             if options.history:
                 record_answers(coordinator, Recorder(Path(options.history), "coordinator"))
+            maintaining = threading.Thread(target=_maintain, args=(coordinator, options.maintain, over))
             if options.maintain:
-                threading.Thread(
-                    target=_maintain, args=(coordinator, options.maintain, over), daemon=True
-                ).start()
+                maintaining.start()
             serve(
                 coordinator,
                 host="127.0.0.1",
@@ -163,6 +162,8 @@ def main() -> None:
                 ready=lambda port: print("ready", flush=True),
             )
             over.set()
+            if options.maintain:
+                maintaining.join()
     except SpillError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(3)

@@ -159,12 +159,15 @@ def test_a_disk_that_is_really_full(tmp_path: Path, leaving: int, begun: bool) -
                     require(pool, first, "first.5000")
                 with refused(StoreFull):
                     pool.publish(records("full.90000"))
+            pool.publish(records("small.100"))  # shorter than what the last failure may have left behind
+            pool.seal()
             last = pool.publish(records("last.90000"), submission="last")
             for ident, ref in [*done.items(), ("last.90000", last)]:
                 require(Pool.open(path), ref, ident)
             owners.retain("kept", [*done.values(), last])
             assert not pool.verify().damaged
         pool.close()
+        assert pool.verify().torn == 0
         with Pool.open(path).owners() as owners:
             assert not owners.collect().damaged
             for ident, ref in [*done.items(), ("last.90000", last)]:
@@ -394,6 +397,37 @@ def test_what_is_being_deleted_cannot_be_owned_any_more(tmp_path: Path) -> None:
         assert owners.collect().deleted == 1
         assert refusals == [str(ref), str(linked)]
         assert owners.names() == []
+
+
+class Failing(Disk):
+    """Cannot replace one file."""
+
+    name = ""
+
+    def rename(self, old: Path, new: Path) -> None:
+        if new.name == self.name:
+            raise OSError(errno.ENOSPC, "injected")
+        super().rename(old, new)
+
+
+def test_a_compaction_that_fails_at_its_last_step_changes_nothing(tmp_path: Path) -> None:
+    """Its transaction is undone, also in the memory of the process that goes on."""
+    disk = Failing()
+    pool = Pool.open(tmp_path / "pool", create=True, disk=disk)
+    refs = [pool.publish(records(ident)) for ident in ("one.900", "two.9000")]
+    pool.close()
+    with pool.owners() as owners:
+        owners.retain("kept", refs[:1])
+        disk.name = "moved"
+        with refused(StoreFull, "no space left"):
+            owners.compact(min_owned=1.0)
+        require(Pool.open(tmp_path / "pool"), refs[1], "two.9000")
+        owners.retain("both", refs)
+        disk.name = ""
+        assert owners.collect().packs == 1
+        owners.release("both")
+        assert owners.compact(min_owned=1.0).rewritten == 1
+        require(Pool.open(tmp_path / "pool"), refs[0], "one.900")
 
 
 def in_time(act: Callable[[], None]) -> None:

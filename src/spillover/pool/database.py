@@ -89,10 +89,11 @@ def require_sound(connection: sqlite3.Connection, path: Path, schema: str) -> No
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Cursor]:
     """One transaction: durable when the block ends, or commits earlier; undone when it raises."""
-    with translated(path):
-        cursor = connection.cursor()
-        cursor.execute("BEGIN IMMEDIATE")
+    with translated(path), contextlib.closing(connection.cursor()) as cursor:
+        if connection.in_transaction:  # Ctrl-C left it open
+            cursor.execute("ROLLBACK")
         try:
+            cursor.execute("BEGIN IMMEDIATE")
             yield cursor
             if connection.in_transaction:
                 cursor.execute("COMMIT")

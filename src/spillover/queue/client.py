@@ -214,6 +214,10 @@ class Client:
         answer: Consumer = self._call(call)
         return answer
 
+    def close_consumer(self, consumer: str, *, key: str | None = None) -> bool:
+        """Remove a consumer, what it saved and its batches; says whether there was one."""
+        return bool(self._call(m.CloseConsumer(queue=self.queue, key=key, consumer=consumer)))
+
     def consumer(self, consumer: str) -> Consumer:
         """Where a consumer is, and what it saved."""
         answer: Consumer = self._call(m.ReadConsumer(queue=self.queue, consumer=consumer))

@@ -22,6 +22,7 @@ from spillover.queue.tasks import dumped, loaded, packed, unpacked
 __all__ = [
     "acknowledge",
     "batch_ready",
+    "close_consumer",
     "finish_batch",
     "open_consumer",
     "plan_batch",
@@ -51,6 +52,22 @@ def open_consumer(change: Change, call: m.OpenConsumer) -> m.Consumer:
             (change.numbers(1), queue.id, call.consumer, start),
         )
     return read_consumer(change.cursor, queue, call.consumer)
+
+
+def close_consumer(change: Change, call: m.CloseConsumer) -> bool:
+    """Remove a consumer, what it saved and its batches."""
+    queue, cursor = change.queue(call.queue), change.cursor
+    if (found := _find(cursor, queue, call.consumer)) is None:
+        return False
+    number = found[0]
+    _let_payloads_go(change, number)
+    cursor.execute("DELETE FROM batches WHERE consumer = ?", (number,))
+    cursor.execute("DELETE FROM acks WHERE consumer = ?", (number,))
+    cursor.execute("DELETE FROM consumers WHERE id = ?", (number,))
+    if cursor.execute("SELECT 1 FROM consumers WHERE queue = ?", (queue.id,)).fetchone():
+        query = "SELECT position FROM accepted WHERE queue = ? AND held = 1"
+        _let_go(change, queue, [position for (position,) in cursor.execute(query, (queue.id,)).fetchall()])
+    return True
 
 
 def acknowledge(change: Change, call: m.Ack) -> m.Consumer:
@@ -282,6 +299,18 @@ def _let_go(change: Change, queue: QueueState, positions: list[int]) -> None:
     cursor.executemany(
         "UPDATE accepted SET held = 0 WHERE queue = ? AND position = ?",
         [(queue.id, position) for *_, position in rows],
+    )
+
+
+def _let_payloads_go(change: Change, consumer: int) -> None:
+    """Disown what a consumer saved, and what its batches are made of."""
+    state = "SELECT id, state_ref FROM consumers WHERE id = ?"
+    rows = [(Kind.STATE, *change.cursor.execute(state, (consumer,)).fetchone())]
+    query = "SELECT id, plan, ready FROM batches WHERE consumer = ?"
+    for batch, plan, ready in change.cursor.execute(query, (consumer,)).fetchall():
+        rows += [(Kind.PLAN, batch, plan), (Kind.READY, batch, ready)]
+    change.ledger.disown(
+        change.cursor, [(owner(kind, row), Ref.from_bytes(ref)) for kind, row, ref in rows if ref is not None]
     )
 
 

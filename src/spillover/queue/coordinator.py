@@ -65,6 +65,7 @@ HANDLERS: dict[type[m.Call], tuple[Handler, Any]] = {
     m.Seal: (tasks.seal, None),
     m.Retire: (tasks.retire, int),
     m.OpenConsumer: (consumers.open_consumer, m.Consumer),
+    m.CloseConsumer: (consumers.close_consumer, bool),
     m.Ack: (consumers.acknowledge, m.Consumer),
     m.Rewind: (consumers.rewind, m.Consumer),
     m.PlanBatch: (consumers.plan_batch, m.Batch),

@@ -18,6 +18,7 @@ __all__ = [
     "Acquired",
     "Batch",
     "Cancel",
+    "CloseConsumer",
     "Complete",
     "Completion",
     "Consumer",
@@ -266,6 +267,15 @@ class OpenConsumer(Call, frozen=True):
 
     consumer: str
     start: int | None = None
+
+
+class CloseConsumer(Call, frozen=True):
+    """Remove a consumer, what it saved and its batches. Answer: whether there was one.
+
+    What the others have acknowledged is let go; without others everything that is there is kept.
+    """
+
+    consumer: str
 
 
 class Ack(Call, frozen=True):

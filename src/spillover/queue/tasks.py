@@ -366,14 +366,14 @@ def _known(change: Change, rows: Sequence[tuple[Any, ...]]) -> set[int]:
 
 
 def _pending(change: Change, queue: QueueState, call: m.Acquire) -> list[tuple[Any, ...]]:
-    columns = "id, key, attempt, stage, rank, failures, input, metadata"
-    where, values = "queue = ? AND lane = ? AND status = 0", [queue.id, call.lane]
+    columns = "tasks.id, tasks.key, attempt, stage, rank, failures, input, metadata"
+    source, where, values = "tasks", "queue = ? AND lane = ? AND status = 0", [queue.id, call.lane]
     if call.prefix:
-        where, values = where + " AND substr(key, 1, ?) = ?", [*values, len(call.prefix), call.prefix]
-    if call.tasks is not None:
-        where += " AND key IN (SELECT value FROM json_each(?))"
-        values.append(_json(call.tasks).decode())
-    query = f"SELECT {columns} FROM tasks WHERE {where} ORDER BY stage, rank, turn LIMIT ?"
+        where, values = where + " AND substr(tasks.key, 1, ?) = ?", [*values, len(call.prefix), call.prefix]
+    if call.tasks is not None:  # by their ids, and not through all that is pending
+        source = "json_each(?) AS named CROSS JOIN tasks ON tasks.key = named.value"
+        values.insert(0, _json(call.tasks).decode())
+    query = f"SELECT {columns} FROM {source} WHERE {where} ORDER BY stage, rank, turn LIMIT ?"
     return change.cursor.execute(query, (*values, call.limit)).fetchall()
 
 
