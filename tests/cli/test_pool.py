@@ -397,7 +397,8 @@ def test_an_export_that_was_cut_off_is_refused_whole(shell):
     file = shell.folder / "carried.pack"
     file.write_bytes(file.read_bytes()[:-300])
     outcome = shell("pool", "import", "other", "carried.pack", "--create")
-    assert (outcome.code, outcome.err) == (1, "spill: carried.pack is cut off, or is no export. Try: export it again\n")
+    told = "spill: carried.pack is cut off, or is no export. Try: export it again\n"
+    assert (outcome.code, outcome.err) == (1, told)
     assert packs(shell, "other") == []
 
 
