@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,10 +198,14 @@ class LocalStore(Store):
             raise refusal(error, f"{key} in {self.uri}") from error
 
 
+_holds: weakref.WeakSet[FileHold] = weakref.WeakSet()
+
+
 class FileHold:
     """An exclusive flock on a file, held until `release` or the end of the process.
 
-    The descriptor is close-on-exec, so a program started by this process does not keep the lock.
+    The descriptor is close-on-exec, so a program started by this process does not keep the lock; nor does
+    a forked child.
 
     Raises:
         LockContended: another open file holds the lock.
@@ -215,6 +220,7 @@ class FileHold:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(self._file), os.stat(path)):
+                    _holds.add(self)
                     return
             except BlockingIOError:
                 os.close(self._file)
@@ -227,12 +233,15 @@ class FileHold:
 
     def release(self) -> None:
         """Remove the file and let the lock go."""
-        self.path.unlink(missing_ok=True)
+        if self._file >= 0:
+            self.path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
         """Let the lock go and leave the file."""
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def _version(data: bytes) -> str:
@@ -246,3 +255,12 @@ def _files(folder: Path, *, hidden: bool = False) -> Iterator[Path]:
         for name in names:
             if hidden or not (name.startswith(TEMPORARY) or name == LOCK):
                 yield Path(parent, name)
+
+
+def _close_in_child() -> None:
+    """A forked child must not keep the locks of its parent after the parent died."""
+    for hold in [*_holds]:
+        hold.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
