@@ -50,11 +50,6 @@ class Group(Generic[Item, Result]):
         self._waiting: list[_Ticket[Item, Result]] = []
         self._leader: _Ticket[Item, Result] | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether somebody is committing."""
-        return self._leader is not None
-
     def __call__(self, item: Item) -> Result:
         """Return the item's result once it is durable, or raise its exception."""
         ticket: _Ticket[Item, Result] = _Ticket(item)

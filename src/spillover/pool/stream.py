@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,6 @@ class Stream:
     Args:
         folder: the pool.
         gate: the writer's.
-        serials: numbers for packs, shared by the writer's streams.
         held: keeps what is not settled.
         quota: the pool's limit.
         pack_bytes: size at which a pack is sealed.
@@ -51,25 +50,19 @@ class Stream:
         self,
         folder: Folder,
         gate: Gate,
-        serials: Iterator[int],
         held: Held,
         quota: Quota,
         pack_bytes: int,
     ) -> None:
         self._folder = folder
         self._gate = gate
-        self._serials = serials
+        self._serial = 0
         self._held = held
         self._quota = quota
         self._pack_bytes = pack_bytes
         self._pack: _Pack | None = None
         self._closed = False
         self._group: Group[Sequence[Drafted] | None, list[Ref]] = Group(self._commit, _weight, GROUP_BYTES)
-
-    @property
-    def busy(self) -> bool:
-        """Whether somebody is committing here."""
-        return self._group.busy
 
     def write(self, drafts: Sequence[Drafted]) -> list[Ref]:
         """Write extents; durable on return."""
@@ -145,7 +138,8 @@ class Stream:
 
     def _begin(self) -> _Pack:
         while True:
-            number = pack_id(self._gate.writer, next(self._serials))
+            self._serial += 1
+            number = pack_id(self._gate.writer, self._serial)
             path = self._folder.path_of(number)
             self._quota.refresh()
             try:

@@ -1,15 +1,13 @@
-"""Publishing: a gate, and one or two open packs that many threads share.
+"""Publishing: a gate, and one open pack that many threads share.
 
 Callers turn their records into extents, each on its own thread, and hand them to a `Stream`, where those that
-wait together share one write and one sync. There are two streams: while the pack of one is being synced,
-callers fill the other, so that neither the processor nor the disk waits. A lone caller uses the first only.
+wait together share one write and one sync.
 
 Trade-off: a payload must not change while it is being published; a read would report it as damaged.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -33,8 +31,6 @@ __all__ = ["PACK_BYTES", "Writer", "settle", "submission_key"]
 
 PACK_BYTES = 256 << 20
 """A pack that has grown to this is sealed and the next one begun."""
-STREAMS = 2
-"""Packs that a writer fills at a time: while one is being synced, other callers write to the next."""
 REMEMBERED = 1 << 16
 """How many of its latest submissions and their publications a writer remembers, to answer again."""
 
@@ -64,13 +60,9 @@ class Writer:
         self._gate = gate.enter(folder)
         self.id = self._gate.writer
         self._process = os.getpid()
-        self._quota = quota or Quota(folder)
         self._closed = False
         self._held = Held()
-        serials = itertools.count(1)
-        self._streams = [
-            Stream(folder, self._gate, serials, self._held, self._quota, pack_bytes) for _ in range(STREAMS)
-        ]
+        self._stream = Stream(folder, self._gate, self._held, quota or Quota(folder), pack_bytes)
         self._answers_lock = threading.Lock()
         self._answers: OrderedDict[bytes, tuple[bytes, tuple[Ref, ...]]] = OrderedDict()
         self._remembered = 0
@@ -136,8 +128,7 @@ class Writer:
             StoreError: it has no seal now. Its publications stay, and it ends when this writer does.
         """
         self._require_usable()
-        for stream in self._streams:
-            stream.seal()
+        self._stream.seal()
 
     def close(self) -> None:
         """Seal, and give up the gate. What nobody owns by now can be collected."""
@@ -145,8 +136,7 @@ class Writer:
             return
         self._closed = True
         try:
-            for stream in self._streams:
-                stream.close()
+            self._stream.close()
         finally:
             _writers.discard(self)
             self._held.close()
@@ -163,7 +153,7 @@ class Writer:
         self._require_usable()
         if not drafts:
             return []
-        return next((stream for stream in self._streams if not stream.busy), self._streams[-1]).write(drafts)
+        return self._stream.write(drafts)
 
     def _require_usable(self) -> None:
         if self._process != os.getpid():
@@ -229,8 +219,7 @@ def _forget_in_child() -> None:
         _writers.discard(writer)  # a child of this child inherits none of it
         writer._gate.forget()
         writer._held.forget()
-        for stream in writer._streams:
-            stream.forget()
+        writer._stream.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
