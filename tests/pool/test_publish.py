@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from spillover.errors import Conflict, InputError, SpillError, StateError, StoreError, StoreFull, Unknown
-from spillover.pool import Link, Pool, Publication, Record, Ref
-from spillover.pool import writer as writers
+from spillover.pool import Link, Pool, Publication, Record, Ref, answers
 from spillover.store.disk import Disk
 
 
@@ -260,11 +259,11 @@ def test_a_writer_remembers_the_latest_and_the_pool_remembers_all(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many publications a submission has, what a writer remembers is bounded."""
-    monkeypatch.setattr(writers, "REMEMBERED", 100)
+    monkeypatch.setattr(answers, "REMEMBERED", 100)
     many = [[Publication([Record("r", [number, part])]) for part in range(9)] for number in range(30)]
     refs = [pool.publish_many(many[number], submission=f"s{number}") for number in range(30)]
     assert [pool.publish_many(many[number], submission=f"s{number}") for number in (28, 29)] == refs[28:]
-    assert sum(len(answer) for _, answer in pool.writer._answers.values()) <= 100
+    assert sum(len(answer) for _, answer in pool.writer._answers._known.values()) <= 100
     assert pool.receipt("s0") == refs[0]
     assert pool.publish_many(many[0], submission="s0") != refs[0]
 

@@ -9,17 +9,15 @@ Trade-off: a payload must not change while it is being published; a read would r
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import xxhash
 
-from spillover.errors import Conflict, InputError, StateError, Unknown
+from spillover.errors import InputError, StateError
 from spillover.pool import gate
+from spillover.pool.answers import Answers
 from spillover.pool.extent import Draft, Link, Publication, Record, Submission
 from spillover.pool.folder import Folder
 from spillover.pool.held import Held
@@ -31,8 +29,6 @@ __all__ = ["PACK_BYTES", "Writer", "settle", "submission_key"]
 
 PACK_BYTES = 256 << 20
 """A pack that has grown to this is sealed and the next one begun."""
-REMEMBERED = 1 << 16
-"""How many of its latest submissions and their publications a writer remembers, to answer again."""
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -63,10 +59,7 @@ class Writer:
         self._closed = False
         self._held = Held()
         self._stream = Stream(folder, self._gate, self._held, quota or Quota(folder), pack_bytes)
-        self._answers_lock = threading.Lock()
-        self._answers: OrderedDict[bytes, tuple[bytes, tuple[Ref, ...]]] = OrderedDict()
-        self._remembered = 0
-        self._answering: dict[bytes, tuple[bytes, Future[list[Ref]]]] = {}
+        self._answers = Answers()
         _writers.add(self)
 
     def publish(
@@ -103,7 +96,8 @@ class Writer:
             Draft(publication, self.id, Submission(key, part, parts))
             for part, publication in enumerate(publications)
         ]
-        return self._answer(key, submission, drafts)
+        content = xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(draft.index) for draft in drafts))
+        return self._answers.once(key, content, submission, lambda: self.write(drafts))
 
     def publish_tensors(
         self, tensors: Mapping[str, Any], *, dependencies: Sequence[Ref] = (), submission: str | None = None
@@ -160,41 +154,6 @@ class Writer:
             raise StateError("a writer cannot be used in a forked process", hint="open the pool again there")
         if self._closed:
             raise StateError("this writer is closed", hint="open the pool again")
-
-    def _answer(self, key: bytes, submission: str, drafts: Sequence[Draft]) -> list[Ref]:
-        """Submit once, however often and from however many threads the same request comes."""
-        content = xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(draft.index) for draft in drafts))
-        mine: Future[list[Ref]] = Future()
-        with self._answers_lock:
-            answer = self._answers.get(key)
-            known, first = self._answering.get(key, (content, mine))
-            if (answer[0] if answer else known) != content:
-                raise Conflict(f"submission {submission!r} was used for other content")
-            if answer is None:
-                self._answering[key] = (content, first)
-        if answer is not None:
-            return [*answer[1]]
-        return first.result() if first is not mine else self._first(key, content, mine, drafts)
-
-    def _first(
-        self, key: bytes, content: bytes, mine: Future[list[Ref]], drafts: Sequence[Draft]
-    ) -> list[Ref]:
-        """Submit, and answer those who asked for the same meanwhile and those who will."""
-        try:
-            refs = self.write(drafts)
-        except BaseException as error:
-            del self._answering[key]
-            interrupted = Unknown("the commit was interrupted: it may have happened or not")
-            mine.set_exception(error if isinstance(error, Exception) else interrupted)
-            raise
-        with self._answers_lock:
-            self._answers[key] = (content, tuple(refs))
-            del self._answering[key]
-            self._remembered += 1 + len(refs)
-            while self._remembered > REMEMBERED and len(self._answers) > 1:
-                self._remembered -= 1 + len(self._answers.popitem(last=False)[1][1])
-        mine.set_result(refs)
-        return refs
 
 
 def _require_order(publications: Sequence[Publication]) -> None:
