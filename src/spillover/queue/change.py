@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from spillover.errors import InputError
@@ -67,9 +67,12 @@ class Memory:
         ).fetchall():
             self.queues[name] = QueueState(number, name, bool(sealed), positions, counts)
             query = "SELECT id, attempt, queue, key, worker, input FROM tasks WHERE queue = ? AND status = 1"
-            for task, attempt, queue, key, worker, ref in cursor.execute(query, (number,)).fetchall():
-                input_ = Ref.from_bytes(ref) if ref else None
-                self.leases.add(Held(task, attempt, queue, key, worker, input_), now + self.lease_seconds)
+            rows = cursor.execute(query, (number,)).fetchall()
+            helds = [
+                Held(task, attempt, queue, key, worker, Ref.from_bytes(ref) if ref else None)
+                for task, attempt, queue, key, worker, ref in rows
+            ]
+            self.leases.add(helds, now + self.lease_seconds)
         found = [cursor.execute(f"SELECT MAX(id) FROM {table}").fetchone()[0] or 0 for table in NUMBERED]
         ((given,),) = cursor.execute("SELECT COALESCE(MAX(numbers), 0) FROM queues").fetchall()
         self.next_number = max(self.next_number, given, max(found) + 1)
@@ -154,16 +157,22 @@ class Change:
         self.memory.next_number += count
         return first
 
-    def lease(self, held: Held) -> None:
-        """Hand a task out."""
-        self.memory.leases.add(held, self.now + self.memory.lease_seconds)
-        self._undo.append(lambda: self.memory.leases.remove(held.number))
+    def lease(self, helds: Sequence[Held]) -> None:
+        """Hand tasks out."""
+        leases = self.memory.leases
+        leases.add(helds, self.now + self.memory.lease_seconds)
+        self._undo.append(lambda: leases.remove([held.number for held in helds]))
 
     def unlease(self, numbers: Iterable[int]) -> None:
         """End leases."""
-        for number in numbers:
-            held, deadline = self.memory.leases.remove(number)
-            self._undo.append(lambda held=held, deadline=deadline: self.memory.leases.add(held, deadline))  # type: ignore[misc]
+        leases = self.memory.leases
+        removed = leases.remove(numbers)
+
+        def restore() -> None:
+            for held, deadline in removed:
+                leases.add([held], deadline)
+
+        self._undo.append(restore)
 
     def flush(self) -> None:
         """Write the rows of changed queues."""

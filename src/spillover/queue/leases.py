@@ -8,15 +8,17 @@ spends no attempt, and no wall clock is asked.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from spillover.pool import Ref
 
 __all__ = ["Held", "Leases"]
 
 
-@dataclass(slots=True, frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A lease that is out.
 
     Attributes:
@@ -37,12 +39,19 @@ class Held:
 
 
 class Leases:
-    """All leases of one coordinator. Times are seconds of a monotonic clock."""
+    """All leases of one coordinator. Times are seconds of a monotonic clock.
+
+    Leases that are given or extended together share one entry in the heap of deadlines. What was extended or
+    removed since leaves an entry behind that means nothing; it is dropped when its time comes, or when
+    such entries are many.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Held] = {}
         self._deadlines: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
+        self._heap: list[tuple[float, int, Sequence[int]]] = []
+        self._serial = itertools.count()
+        self._entered = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -55,30 +64,45 @@ class Leases:
         """Every lease."""
         return [*self._held.values()]
 
-    def add(self, held: Held, deadline: float) -> None:
-        """Enter a lease that runs out at ``deadline``."""
-        self._held[held.number] = held
-        self.extend(held.number, deadline)
+    def add(self, helds: Iterable[Held], deadline: float) -> None:
+        """Enter leases that run out at ``deadline``."""
+        added = {held.number: held for held in helds}
+        self._held.update(added)
+        self.extend([*added], deadline)
 
-    def extend(self, number: int, deadline: float) -> None:
-        """Let a lease run out at ``deadline`` instead."""
-        self._deadlines[number] = deadline
-        heapq.heappush(self._heap, (deadline, number))
-        if len(self._heap) > 64 + 4 * len(self._deadlines):
-            self._heap = [(deadline, number) for number, deadline in self._deadlines.items()]
-            heapq.heapify(self._heap)
+    def extend(self, numbers: Sequence[int], deadline: float) -> None:
+        """Let leases run out at ``deadline`` instead."""
+        if not numbers:
+            return
+        self._deadlines.update(dict.fromkeys(numbers, deadline))
+        self._enter(numbers, deadline)
+        if self._entered > 64 + 4 * len(self._deadlines):
+            self._rebuild()
 
-    def remove(self, number: int) -> tuple[Held, float]:
-        """Drop a lease; returns it with its deadline."""
-        return self._held.pop(number), self._deadlines.pop(number)
+    def remove(self, numbers: Iterable[int]) -> list[tuple[Held, float]]:
+        """Drop leases; returns them with their deadlines."""
+        return [(self._held.pop(number), self._deadlines.pop(number)) for number in numbers]
 
     def overdue(self, now: float) -> list[Held]:
         """The leases that ran out before ``now``, each once. They stay until they are removed."""
         found: dict[int, float] = {}
         while self._heap and self._heap[0][0] < now:
-            deadline, number = heapq.heappop(self._heap)
-            if self._deadlines.get(number) == deadline:
-                found[number] = deadline
+            deadline, _, numbers = heapq.heappop(self._heap)
+            self._entered -= len(numbers)
+            found |= {number: deadline for number in numbers if self._deadlines.get(number) == deadline}
         for number, deadline in found.items():  # the transaction that ends them may fail
-            heapq.heappush(self._heap, (deadline, number))
+            self._enter([number], deadline)
         return [self._held[number] for number in found]
+
+    def _enter(self, numbers: Sequence[int], deadline: float) -> None:
+        heapq.heappush(self._heap, (deadline, next(self._serial), numbers))
+        self._entered += len(numbers)
+
+    def _rebuild(self) -> None:
+        """Drop the entries that mean nothing any more."""
+        together: dict[float, list[int]] = {}
+        for number, deadline in self._deadlines.items():
+            together.setdefault(deadline, []).append(number)
+        self._heap, self._entered = [], 0
+        for deadline, numbers in together.items():
+            self._enter(numbers, deadline)

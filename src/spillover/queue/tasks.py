@@ -112,28 +112,29 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
     if not rows:
         done = queue.sealed and not queue.counts[PENDING] and not queue.counts[LEASED]
         return m.Acquired([], "end" if done else "empty")
+    worker, seconds = call.worker, change.memory.lease_seconds
     change.cursor.executemany(
         "UPDATE tasks SET status = 1, attempt = attempt + 1, worker = ? WHERE id = ?",
-        [(call.worker, row[0]) for row in rows],
+        [(worker, row[0]) for row in rows],
     )
-    leases = []
-    for number, key, attempt, stage, rank, failures, input_, metadata in rows:
-        ref = unpacked(input_)
-        change.lease(Held(number, attempt + 1, queue.id, key, call.worker, ref))
-        leases.append(
-            m.Lease(
-                number,
-                attempt + 1,
-                key,
-                call.worker,
-                ref,
-                loaded(metadata),
-                stage,
-                rank,
-                failures,
-                change.memory.lease_seconds,
-            )
+    leases = [
+        m.Lease(
+            number,
+            attempt + 1,
+            key,
+            worker,
+            unpacked(ref),
+            loaded(metadata),
+            stage,
+            rank,
+            failures,
+            seconds,
         )
+        for number, key, attempt, stage, rank, failures, ref, metadata in rows
+    ]
+    change.lease(
+        [Held(lease.number, lease.attempt, queue.id, lease.task, worker, lease.input) for lease in leases]
+    )
     queue.counts[PENDING] -= len(rows)
     queue.counts[LEASED] += len(rows)
     return m.Acquired(leases, "acquired")
@@ -141,13 +142,14 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
 
 def renew(change: Change, call: m.Renew) -> list[bool]:
     """Extend leases. Nothing is written: time is the coordinator's own."""
-    queue, answers = change.queue(call.queue), []
-    for number, attempt in call.leases:
-        held = change.memory.leases.get(number)
-        current = held is not None and held.attempt == attempt and held.queue == queue.id
-        if current:
-            change.memory.leases.extend(number, change.now + change.memory.lease_seconds)
-        answers.append(current)
+    queue, leases = change.queue(call.queue), change.memory.leases
+    helds = [leases.get(number) for number, _ in call.leases]
+    answers = [
+        held is not None and held.attempt == attempt and held.queue == queue.id
+        for held, (_, attempt) in zip(helds, call.leases, strict=True)
+    ]
+    current = {number for (number, _), held in zip(call.leases, answers, strict=True) if held}
+    leases.extend([*current], change.now + change.memory.lease_seconds)
     return answers
 
 
