@@ -167,7 +167,7 @@ class Model:
             return answer
         queue = self.queues.get(call.queue, Queue())
         answer = getattr(self, type(call).__name__)(queue, call)
-        if call.key is not None:
+        if call.key is not None and not (isinstance(answer, m.Acquired) and not answer.leases):
             self.answers[key] = (call, answer)
         return answer
 

@@ -90,6 +90,7 @@ class Server:
         self.process.send_signal(number)
 
     def kill(self) -> None:
+        """SIGKILL."""
         self.process.kill()
         self.process.wait(SECONDS)
 

@@ -16,7 +16,9 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import sqlite3
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,9 @@ from spillover.store.filesystem import is_local
 __all__ = ["open_database", "require_sound", "transaction", "translated"]
 
 CACHE_KIB = 64 << 10
+TRIES = 20
+STAMP_SECONDS = 0.05
+"""Longer than the steps of the clock that a server stamps writes with."""
 
 
 class _Connection(sqlite3.Connection):
@@ -164,14 +169,7 @@ def _own_copy(path: Path, generation: int) -> Path:
     before = [found for found in _generations(path) if found[0] < generation]
     if before:
         partial = own.with_name(own.name + ".part")
-        partial.unlink(missing_ok=True)
-        with (
-            translated(before[-1][1]),
-            contextlib.closing(sqlite3.connect(before[-1][1], timeout=10)) as old,
-            contextlib.closing(sqlite3.connect(partial)) as new,
-        ):
-            old.execute("PRAGMA locking_mode=EXCLUSIVE")  # no shared memory on a network mount
-            old.backup(new)
+        _copy_quiet(before[-1][1], partial)
         disk = Disk()
         with partial.open("rb+") as file:
             disk.sync(file.fileno())
@@ -181,6 +179,41 @@ def _own_copy(path: Path, generation: int) -> Path:
             for suffix in ("", "-wal", "-shm"):
                 Path(f"{stale}{suffix}").unlink(missing_ok=True)
     return own
+
+
+def _copy_quiet(source: Path, target: Path) -> None:
+    """Copy a database that nobody writes meanwhile, without touching it.
+
+    An owner that lost its lock without noticing may be in the middle of its last commit. A copy made during
+    that would hold half of it, so it is made again until nothing was written from shortly before its
+    beginning to its end. Its owner may also be alive and hold the lock: fenced off by the control object, it
+    acknowledges nothing more.
+
+    Raises:
+        LockContended: somebody goes on writing.
+        Corrupt: the database is damaged.
+    """
+    log, copied_log = Path(f"{source}-wal"), Path(f"{target}-wal")
+    for _ in range(TRIES):
+        seen = _stamps(source, log)
+        time.sleep(STAMP_SECONDS)
+        copied_log.unlink(missing_ok=True)
+        shutil.copyfile(source, target)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(log, copied_log)
+        if _stamps(source, log) == seen:
+            break
+    else:
+        raise LockContended(f"{source} is still written by another process")
+    with translated(source), contextlib.closing(sqlite3.connect(target)) as copy:
+        copy.execute("PRAGMA locking_mode=EXCLUSIVE")  # no shared memory on a network mount
+        copy.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # closing it removes the log
+
+
+def _stamps(*paths: Path) -> list[tuple[int, int]]:
+    """Size and time of the last write of each file. An empty one is like none."""
+    states = [path.stat() for path in paths if path.exists()]
+    return [(state.st_size, state.st_mtime_ns) for state in states if state.st_size]
 
 
 def _generations(path: Path) -> list[tuple[int, Path]]:

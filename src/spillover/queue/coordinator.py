@@ -257,6 +257,8 @@ class Coordinator:
                 raise Conflict(f"request {call.key!r} was answered before, with other content")
             return msgspec.msgpack.decode(known[1], type=answers)
         answer = handler(change, call)
+        if isinstance(answer, m.Acquired) and not answer.leases:
+            return answer  # nothing happened: a worker that asks again and again writes nothing
         cursor.execute(
             "INSERT INTO answers(queue, key, digest, answer) VALUES(?, ?, ?, ?)",
             (queue, call.key, digest, msgspec.msgpack.encode(answer)),

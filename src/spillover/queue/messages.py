@@ -153,7 +153,7 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, kw_only=Tr
     Attributes:
         queue: the queue's name.
         key: names the request, in its queue (`Create` and `Fork`: in the pool). Its repeat returns the
-            first answer.
+            first answer; only an `Acquire` that found nothing looks again.
     """
 
     queue: str

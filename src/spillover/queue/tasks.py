@@ -104,7 +104,7 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
     """
     if call.limit < 1:
         raise InputError(f"acquire asks for {call.limit} tasks", hint="ask for at least one")
-    queue = change.changing(call.queue)
+    queue = change.queue(call.queue)
     _require_active(change, queue, call.worker)
     if queue.name in change.memory.draining:
         return m.Acquired([], "draining")
@@ -112,6 +112,7 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
     if not rows:
         done = queue.sealed and not queue.counts[PENDING] and not queue.counts[LEASED]
         return m.Acquired([], "end" if done else "empty")
+    queue = change.changing(call.queue)
     worker, seconds = call.worker, change.memory.lease_seconds
     change.cursor.executemany(
         "UPDATE tasks SET status = 1, attempt = attempt + 1, worker = ? WHERE id = ?",
