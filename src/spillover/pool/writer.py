@@ -96,7 +96,7 @@ class Writer:
             Draft(publication, self.id, Submission(key, part, parts))
             for part, publication in enumerate(publications)
         ]
-        content = xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(draft.index) for draft in drafts))
+        content = _content(drafts)
         return self._answers.once(key, content, submission, lambda: self.write(drafts))
 
     def publish_tensors(
@@ -154,6 +154,12 @@ class Writer:
             raise StateError("a writer cannot be used in a forked process", hint="open the pool again there")
         if self._closed:
             raise StateError("this writer is closed", hint="open the pool again")
+
+
+def _content(drafts: Sequence[Draft]) -> bytes:
+    """Checksum of all that a submission publishes."""
+    digests = [xxhash.xxh3_128_digest(draft.index) for draft in drafts]
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
 
 
 def _require_order(publications: Sequence[Publication]) -> None:
