@@ -8,6 +8,7 @@ inspected.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -30,14 +31,14 @@ class RecordingDisk(Disk):
         self._files: dict[int, int] = {}
         self._names: dict[Path, int] = {}
         self._sizes: dict[int, int] = {}
-        self._count = 0
+        self._count = itertools.count(1)  # several threads write files at once
 
     def open(self, path: Path) -> int:
         file = super().open(path)
-        self._count += 1
-        self._files[os.fstat(file).st_ino] = self._names[path] = self._count
-        self._sizes[self._count] = 0
-        self.log.append(("name", path, self._count))
+        number = next(self._count)
+        self._sizes[number] = 0
+        self._files[os.fstat(file).st_ino] = self._names[path] = number
+        self.log.append(("name", path, number))
         return file
 
     def write(self, file: int, data: bytes | memoryview) -> None:
