@@ -48,7 +48,7 @@ AT_LEAST = {
 }
 AT_MOST = {
     "peak memory, reused buffer": 1.05,
-    "256 tensors of 16 KiB": 15,
+    "256 tensors, in a session": 15,
     "one row of 12.6 MB": 0.15,
     "space, one by one, collected": 2,
     "space, in batches, collected": 2,
