@@ -375,7 +375,7 @@ def _pending(change: Change, queue: QueueState, call: m.Acquire) -> list[tuple[A
         where, values = where + " AND substr(tasks.key, 1, ?) = ?", [*values, len(call.prefix), call.prefix]
     if call.tasks is not None:  # by their ids, and not through all that is pending
         source = "json_each(?) AS named CROSS JOIN tasks ON tasks.key = named.value"
-        values.insert(0, _json(call.tasks).decode())
+        values.insert(0, _json([*dict.fromkeys(call.tasks)]).decode())  # each once
     query = f"SELECT {columns} FROM {source} WHERE {where} ORDER BY stage, rank, turn LIMIT ?"
     return change.cursor.execute(query, (*values, call.limit)).fetchall()
 
