@@ -161,7 +161,7 @@ def test_a_refusal_is_the_same_everywhere(client: Client, pool: Pool) -> None:
     client.open_consumer("trainer")
     client.ack("trainer", [receipt.position])
     client.retire("old")
-    client.acquire("me", tasks=[], key="key")
+    client.cancel(["none"], key="key")
     gone = Ref(publish(pool, "x").pool, 12345 << 24, 64, 128, 1)
     refusals: list[tuple[type[SpillError], str, Callable[[], object]]] = [
         (
@@ -169,7 +169,7 @@ def test_a_refusal_is_the_same_everywhere(client: Client, pool: Pool) -> None:
             "task 'one' was submitted before with other content",
             lambda: client.submit([Task("one")]),
         ),
-        (Conflict, "request 'key' was answered before", lambda: client.acquire("me", 2, key="key")),
+        (Conflict, "request 'key' was answered before", lambda: client.cancel(["other"], key="key")),
         (
             Stale,
             "attempt 1 at task 'two' is not current: the task is completed",
