@@ -497,3 +497,9 @@ def test_pages_of_tasks(client: Client) -> None:
     assert [task.id for task in client.tasks("cancelled")] == ["task 3"]
     with pytest.raises(InputError, match="no status 'lost'"):
         client.tasks("lost")
+
+
+def test_a_task_that_is_named_twice_is_leased_once(place: Place) -> None:
+    place.client.submit([Task("one"), Task("two")])
+    leases = place.client.acquire("worker", 3, tasks=["two", "two", "one"]).leases
+    assert [lease.task for lease in leases] == ["one", "two"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spillover.cli import pool_lines as lines
+from spillover.cli.answers import answer
 from spillover.cli.progress import progress
 from spillover.errors import InputError, LockContended
 
@@ -45,7 +46,7 @@ def stats(pool: Folder, json: Json = False) -> None:
 
     with _opened(pool) as opened:
         found = figures(opened.folder)
-        _answer(found, json, lambda: lines.of_figures(found, opened.path))
+        answer(found, json, lambda: lines.of_figures(found, opened.path))
 
 
 @app.command("ls")
@@ -63,15 +64,15 @@ def list_(
     with _opened(pool) as opened:
         if pack is not None:
             held = list_pack(opened.folder, pack_named(pack))
-            _answer(held, json, lambda: lines.of_publications(held.publications))
+            answer(held, json, lambda: lines.of_publications(held.publications))
             return
         with _owning(opened) as owners:
             if owner is not None:
                 owned = list_publications(owners, owner)
-                _answer(owned, json, lambda: lines.of_publications(owned))
+                answer(owned, json, lambda: lines.of_publications(owned))
                 return
             names = list_owners(owners)
-    _answer(names, json, lambda: lines.of_owners(names, opened.path))
+    answer(names, json, lambda: lines.of_owners(names, opened.path))
 
 
 @app.command()
@@ -79,7 +80,7 @@ def verify(pool: Folder, json: Json = False) -> int:
     """Check every byte of a pool. Exits 1 if something is damaged, and says what, a line each."""
     with _opened(pool) as opened, progress("verify", silent=json) as report:
         found = opened.verify(report)
-    _answer(found, json, lambda: lines.of_verification(found))
+    answer(found, json, lambda: lines.of_verification(found))
     return 1 if found.damaged else 0
 
 
@@ -92,7 +93,7 @@ def gc(
     """Delete the packs that nobody owns anything in, and that no reader has open."""
     with _opened(pool) as opened, _owning(opened) as owners:
         found = owners.collect(dry_run=dry_run)
-    _answer(found, json, lambda: lines.of_collection(found, dry_run))
+    answer(found, json, lambda: lines.of_collection(found, dry_run))
     return 1 if found.damaged else 0
 
 
@@ -109,7 +110,7 @@ def compact(
         raise InputError(f"--min-owned {min_owned} is no share", hint="--min-owned 0.5")
     with _opened(pool) as opened, _owning(opened) as owners, progress("compact", silent=json) as report:
         found = owners.compact(min_owned=min_owned, progress=report)
-    _answer(found, json, lambda: lines.of_compaction(found))
+    answer(found, json, lambda: lines.of_compaction(found))
     return 1 if found.damaged else 0
 
 
@@ -123,7 +124,7 @@ def export(
     """Write what some owners own, with all that it depends on, to a file that another pool can import."""
     with _opened(pool) as opened, _owning(opened) as owned, progress("export", silent=json) as report:
         done = owned.export(owners, file, progress=report)
-    _answer(
+    answer(
         done,
         json,
         lambda: [f"{lines.of_transfer(done)}, written to {file}", f"next: spill pool import POOL {file}"],
@@ -144,7 +145,7 @@ def import_(
         progress("import", silent=json) as report,
     ):
         done = owned.import_(file, progress=report)
-    _answer(done, json, lambda: [f"{lines.of_transfer(done)} taken in; owners: {', '.join(done.owners)}"])
+    answer(done, json, lambda: [f"{lines.of_transfer(done)} taken in; owners: {', '.join(done.owners)}"])
 
 
 @app.command()
@@ -158,7 +159,7 @@ def limit(
     with _opened(pool) as opened:
         opened.folder.limit(wanted)
         used = opened.folder.used()
-        _answer(opened.folder.identity, json, lambda: lines.of_limit(opened.path, wanted, used))
+        answer(opened.folder.identity, json, lambda: lines.of_limit(opened.path, wanted, used))
 
 
 @app.command()
@@ -175,7 +176,7 @@ def qualify(
     from spillover.pool import qualify as trial
 
     found = trial.qualify(folder, peer)
-    _answer(found, json, lambda: lines.of_qualification(found, out))
+    answer(found, json, lambda: lines.of_qualification(found, out))
     if not found.passed:
         return 1
     if out is not None:
@@ -223,14 +224,3 @@ def _owning(pool: Pool) -> Iterator[Owners]:
         ) from None
     with owners:
         yield owners
-
-
-def _answer(result: Any, json: bool, told: Callable[[], Iterable[str]]) -> None:
-    """Print a result: as one JSON document, or as the lines that a person reads."""
-    if json:
-        import msgspec
-
-        print(msgspec.json.encode(result).decode())
-        return
-    for line in told():
-        print(line)

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spillover.cli import queue_lines as lines
+from spillover.cli.answers import answer
 from spillover.cli.progress import progress
 from spillover.errors import InputError, LockContended
 
@@ -85,7 +86,7 @@ def stats(target: Target, queue: Queue = "default", json: Json = False) -> None:
     """Say how many tasks are pending, leased, completed, dead and cancelled."""
     with _client(target, queue) as client:
         found = client.stats()
-    _answer(found, json, lambda: lines.of_stats(found))
+    answer(found, json, lambda: lines.of_stats(found))
 
 
 @app.command("ls")
@@ -99,7 +100,7 @@ def list_(
     """List tasks, oldest first."""
     with _client(target, queue) as client:
         found = client.tasks(status, limit=limit)
-    _answer(found, json, lambda: lines.of_tasks(found, limit))
+    answer(found, json, lambda: lines.of_tasks(found, limit))
 
 
 @app.command()
@@ -116,7 +117,7 @@ def show(
         raise InputError(
             f"queue {queue!r} has no task {task!r}", hint=f"spill queue ls {target} --queue {queue}"
         )
-    _answer(found, json, lambda: lines.of_task(found))
+    answer(found, json, lambda: lines.of_task(found))
 
 
 @app.command()
@@ -124,7 +125,7 @@ def dead(target: Target, queue: Queue = "default", json: Json = False) -> None:
     """List the tasks that failed for good, and why."""
     with _client(target, queue) as client:
         found = client.tasks("dead", limit=1000)
-    _answer(found, json, lambda: lines.of_dead(found, target, queue))
+    answer(found, json, lambda: lines.of_dead(found, target, queue))
 
 
 @app.command()
@@ -144,7 +145,7 @@ def retry(
             count = client.retry(tasks)
         while every and (page := client.tasks("dead", limit=1000)):
             count += client.retry([task.id for task in page])
-    _answer({"retried": count}, json, lambda: [f"{count} tasks are pending again"])
+    answer({"retried": count}, json, lambda: [f"{count} tasks are pending again"])
 
 
 @app.command()
@@ -182,7 +183,7 @@ def verify(
 
     with _coordinating(pool, LEASE, create=False) as coordinator, progress("verify", silent=json) as report:
         found = audit(coordinator, report)
-    _answer(found, json, lambda: lines.of_audit(found))
+    answer(found, json, lambda: lines.of_audit(found))
     return 1 if found.problems else 0
 
 
@@ -209,7 +210,7 @@ def export(
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
-    _answer({"lines": count, "file": str(file)}, json, lambda: [f"{count} lines written to {file}"])
+    answer({"lines": count, "file": str(file)}, json, lambda: [f"{count} lines written to {file}"])
 
 
 def _everything(client: Client) -> Iterator[tuple[str, Any]]:
@@ -281,14 +282,3 @@ def _collecting(coordinator: Coordinator, seconds: float | None) -> Iterator[Non
     finally:
         over.set()
         thread.join()
-
-
-def _answer(result: Any, json: bool, told: Callable[[], Iterable[str]]) -> None:
-    """Print a result: as one JSON document, or as the lines that a person reads."""
-    if json:
-        import msgspec
-
-        print(msgspec.json.encode(result).decode())
-        return
-    for line in told():
-        print(line)

@@ -54,7 +54,9 @@ class Memory:
             InputError: there is none.
         """
         if (queue := self.queues.get(name)) is None:
-            raise InputError(f"there is no queue {name!r}", hint="Client.create() makes one")
+            raise InputError(
+                f"there is no queue {name!r}", hint="spill queue serve POOL --queue NAME, or Client.create()"
+            )
         return queue
 
     def load(self, cursor: sqlite3.Cursor, now: float) -> None:
