@@ -7,10 +7,11 @@ one write of the same bytes at the end of a file and one fdatasync a call; it ke
 and no reference.
 
 Sixteen threads: the peer's store refuses a second call while one runs, so its figure is that of one thread;
-raw writes the sixteen records at once. The 15 ms are added to every sync by `slow_sync.c`, on all sides.
-Peak memory is how far the resident size rises during one load in a fresh process, the buffer included, in
-sizes of the tensor. Space is what lies on disk, in sizes of what is alive, after one record of 16 is kept
-and after everything was done that frees space.
+raw writes the sixteen records at once, from one. Beside it stands what sixteen threads reach that share raw
+writes and syncs, with no pool around them: what the machine allows. The 15 ms are added to every sync by
+`slow_sync.c`, on all sides. Peak memory is how far the resident size rises in one load in a fresh process,
+the buffer included, in sizes of the tensor. Space is what lies on disk, in sizes of what is alive, after one
+record of 16 is kept and after everything was done that frees space.
 
     python benchmarks/pool_vs_straw.py [--quick] [--json FILE]
 
@@ -68,6 +69,11 @@ class Figures(Report):
         self.figures[measure]["raw"] = round(found["raw"], 4)
         off = f"; peer without collection {found['off']:.0f}" if "off" in found else ""
         print(f"{'':<34} raw  {found['raw']:9.3f}, ours is {share:.0%} of it{off}", flush=True)
+        if "grouped" in found:
+            self.figures[measure]["grouped"] = round(found["grouped"], 4)
+            share = found["ours"] / found["grouped"]
+            line = f"raw, as many threads, group commit, no pool {found['grouped']:9.0f}"
+            print(f"{'':<34} {line}, ours is {share:.0%} of it", flush=True)
 
     def bars(self) -> None:
         """What the pool is to reach, and whether it did here."""
@@ -93,7 +99,7 @@ class Bench:
     def __init__(self, scratch: Path, quick: bool) -> None:
         self.scratch, self.quick = scratch, quick
         self.rounds, self.seconds = (1, 0.25) if quick else (7, 0.5)
-        self._python = {"ours": sys.executable, "peer": environment(), "raw": sys.executable}
+        self._python = dict.fromkeys(("ours", "raw", "grouped"), sys.executable) | {"peer": environment()}
 
     @contextlib.contextmanager
     def process(self, side: str, folder: Path, *, online: bool = True) -> Iterator[Process]:
@@ -123,10 +129,15 @@ def small(bench: Bench, figures: Figures, sides: dict[str, Process]) -> None:
 
     found = bench.alternate(sides, dict.fromkeys((*SIDES, "off"), one))
     figures.write("publish 1 KiB, one caller", found, "/s")
+
+    def threads(process: Process) -> float:
+        return process.ask("publish_in_threads", seconds=seconds, size=KIB, threads=16)
+
     found = bench.alternate(
         sides,
         {
-            "ours": lambda process: process.ask("publish_in_threads", seconds=seconds, size=KIB, threads=16),
+            "ours": threads,
+            "grouped": threads,
             "peer": one,
             "raw": lambda process: process.ask("publish_many", seconds=seconds, size=KIB, count=16),
         },
@@ -236,8 +247,12 @@ def main() -> None:
         folders = {side: scratch / side for side in SIDES}
         with contextlib.ExitStack() as open_stores:
             sides = {side: open_stores.enter_context(bench.process(side, folders[side])) for side in SIDES}
-            off = bench.process("peer", scratch / "off", online=False)
-            small(bench, figures, sides | {"off": open_stores.enter_context(off)})
+            others = {
+                "off": bench.process("peer", scratch / "off", online=False),
+                "grouped": bench.process("grouped", scratch / "grouped"),
+            }
+            opened = {name: open_stores.enter_context(process) for name, process in others.items()}
+            small(bench, figures, sides | opened)
             large(bench, figures, sides, "disk", scratch)
             large(bench, figures, sides, "tmpfs", memory)
             loads(bench, figures, sides, folders)

@@ -14,7 +14,7 @@ from spillover.errors import (
     StoreFull,
     StoreRefused,
 )
-from spillover.pool import Pool, Ref
+from spillover.pool import Pool, Ref, ahead
 
 
 @pytest.fixture
@@ -33,8 +33,15 @@ def other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
 
 @pytest.mark.parametrize("leaving", [0, 4 << 10, 8 << 10, 20 << 10, 60 << 10, 100 << 10])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_disk_that_is_really_full(tmp_path: Path, leaving: int, begun: bool) -> None:
-    """One clear error at whatever call meets the end; with room again the same objects go on."""
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_disk_that_is_really_full(
+    tmp_path: Path, leaving: int, begun: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One clear error at whatever call meets the end; with room again the same objects go on.
+
+    With zeros ahead of packs, and without.
+    """
+    monkeypatch.setattr(ahead, "filesystem", lambda path: kind)
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=3m", "tmpfs") as disk:
         path = disk / "pool"
         pool = Pool.open(path, create=True, pack_bytes=120_000)

@@ -20,14 +20,15 @@ import pytest
 from pool.content import History, Promised, records, require
 from power import Log, RecordingDisk, worlds
 from spillover.errors import SpillError
-from spillover.pool import Pool, Publication, Ref
+from spillover.pool import Pool, Publication, Ref, ahead
 from spillover.pool.catalogue import Catalogue
 from spillover.pool.reference import pack_name
 
 PACK_BYTES = 40_000
 MANY = [f"many{number}.5000" for number in range(4)]
 LATE = ["h.9000", "i.700"]
-SINGLE = ["a.9000", "b.300", "c.30000", "d.12000", "e.1000", "f.20000", "g.200", *LATE]
+SMALL = ["j.500", "k.5000", "l.100"]
+SINGLE = ["a.9000", "b.300", "c.30000", "d.12000", "e.1000", "f.20000", "g.200", *SMALL, *LATE]
 
 
 class Told(History):
@@ -55,6 +56,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingDisk
     disk = RecordingDisk(root)
     patch = pytest.MonkeyPatch()
     patch.setattr(Catalogue, "changing", commits_noted(disk))
+    patch.setattr(ahead, "filesystem", lambda path: "ext4")  # packs with zeros ahead
     live(root, disk, Told(disk))
     patch.undo()
     yield disk
@@ -120,7 +122,7 @@ def live(root: Path, disk: RecordingDisk, told: Told) -> None:
                     told.acked(note.payload["id"], ref)
         told.owned("late", LATE)
     third = Pool.open(root, disk=disk)
-    for ident in ("f.20000", "g.200"):
+    for ident in ("f.20000", "g.200", *SMALL):
         refs[ident] = third.publish(records(ident), submission=ident)
         told.acked(ident, refs[ident], writer=3)
     third.writer._gate.leave()  # it dies here: its pack stays without a seal

@@ -103,7 +103,7 @@ def test_a_partner_that_takes_nothing_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="no answer from"):
         process.answer()
     process.kill()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_two_places_are_found(tmp_path: Path) -> None:

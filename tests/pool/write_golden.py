@@ -107,7 +107,7 @@ def _records(pool: Pool, export: Path) -> Expected:
         cut = another.publish([Record("cut", b"cut off" * 20)])
         path = pool.folder.path_of(cut.pack)
         expected |= _read(another, [kept])
-        data = path.read_bytes()
+        data = path.read_bytes()[: cut.offset + cut.length]  # the zeros behind depend on the filesystem
     path.write_bytes(data[:-TORN])
     return expected
 

@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,10 +34,26 @@ from spillover.pool.reference import Ref, writer_of
 from spillover.pool.scan import Extent, begun, reference, survey
 from spillover.store.disk import refusal
 
-__all__ = ["Collection", "PackState", "alone", "collect", "delete_packs", "pack_states", "retire"]
+__all__ = [
+    "Collection",
+    "PackState",
+    "Progress",
+    "alone",
+    "collect",
+    "delete_packs",
+    "pack_states",
+    "retire",
+    "silent",
+]
 
 BATCH = 256
 """Packs that are locked at once; each lock takes a descriptor."""
+Progress = Callable[[int, int], None]
+"""Told of bytes done and bytes in all."""
+
+
+def silent(done: int, total: int) -> None:
+    """A `Progress` that nobody sees."""
 
 
 class Collection(msgspec.Struct, frozen=True):
@@ -80,22 +96,30 @@ class PackState(NamedTuple):
     status: str
 
 
-def collect(catalogue: Catalogue, *, dry_run: bool = False) -> Collection:
+def collect(
+    catalogue: Catalogue,
+    *,
+    dry_run: bool = False,
+    looked: Progress = silent,
+    deleting: Progress = silent,
+) -> Collection:
     """Delete the packs that nobody needs.
 
     Args:
         dry_run: only say what would be deleted.
+        looked: told of bytes of packs that were looked at, and bytes of all of them.
+        deleting: told of bytes that were deleted, durably, and bytes to delete.
     """
     damaged: list[str] = []
     retired = 0
     if not dry_run:
         catalogue.folder.sweep()
         retired = _retire_dead(catalogue.folder)
-    states = pack_states(catalogue, damaged)
+    states = pack_states(catalogue, damaged, looked)
     if dry_run:
         states += _left_by_dead(catalogue, {state.pack for state in states})
     dead = [state for state in states if state.status != "sealed" or not state.owned]
-    deleted = dead if dry_run else delete_packs(catalogue, dead)
+    deleted = dead if dry_run else delete_packs(catalogue, dead, deleting)
     left = [*catalogue.folder.list_packs()]
     return Collection(
         len(deleted),
@@ -153,8 +177,13 @@ def _whole(folder: Folder, number: int) -> list[Ref]:
     return [reference(folder, number, Place(pack.file, path, extent.offset), extent) for extent in found]
 
 
-def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
-    """All sealed packs. Those that are new here get their row, those that are gone lose it."""
+def pack_states(catalogue: Catalogue, damaged: list[str], progress: Progress = silent) -> list[PackState]:
+    """All sealed packs. Those that are new here get their row, those that are gone lose it.
+
+    Args:
+        damaged: gets a line for each that cannot be looked at.
+        progress: told of bytes of packs looked at or known, and of all of them.
+    """
     folder = catalogue.folder
     catalogue.require_sound()
     catalogue.ledger.rest()
@@ -163,7 +192,12 @@ def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
     with catalogue.reading() as cursor:
         known = {pack for (pack,) in cursor.execute("SELECT id FROM packs")}
     new = []
+    total = sum(file.size for file in files.values())
+    done = sum(file.size for pack, file in files.items() if pack in known)
+    progress(done, total)
     for pack in files.keys() - known:
+        done += files[pack].size
+        progress(done, total)
         try:
             row = _look(folder, pack, alive=writer_of(pack) in writers)
         except Corrupt as error:
@@ -183,11 +217,21 @@ def pack_states(catalogue: Catalogue, damaged: list[str]) -> list[PackState]:
     ]
 
 
-def delete_packs(catalogue: Catalogue, states: Sequence[PackState]) -> list[PackState]:
-    """Delete packs that no reader has open; returns those that went."""
+def delete_packs(
+    catalogue: Catalogue, states: Sequence[PackState], progress: Progress = silent
+) -> list[PackState]:
+    """Delete packs that no reader has open; returns those that went.
+
+    Args:
+        progress: told of bytes of packs that are dealt with, durably, and of all of them.
+    """
     deleted: list[PackState] = []
+    done, total = 0, sum(state.size for state in states)
     for first in range(0, len(states), BATCH):
-        deleted += _delete(catalogue, states[first : first + BATCH])
+        batch = states[first : first + BATCH]
+        deleted += _delete(catalogue, batch)
+        done += sum(state.size for state in batch)
+        progress(done, total)
     return deleted
 
 

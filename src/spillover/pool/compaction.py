@@ -130,7 +130,7 @@ def _choose(catalogue: Catalogue, min_owned: float, damaged: list[str]) -> dict[
 
 
 def _filled(folder: Folder, state: PackState, damaged: list[str]) -> int:
-    """Bytes that publications take in a pack; 0 if it cannot be read."""
+    """Bytes that publications take in a pack, with what a dead writer left behind; 0 if it cannot be read."""
     try:
         pack = OpenPack(folder, state.pack)
         seal = read_seal(pack.file, pack.path)
@@ -139,7 +139,9 @@ def _filled(folder: Folder, state: PackState, damaged: list[str]) -> int:
         return 0
     except FileNotFoundError:
         return 0
-    return (seal.relocations if seal and seal.relocations else state.stop) - HEADER
+    if seal is None:
+        return pack.size - HEADER
+    return (seal.relocations or state.stop) - HEADER
 
 
 def _copy(catalogue: Catalogue, state: PackState, intake: Intake) -> _Source:

@@ -22,7 +22,6 @@ from spillover.pool.layout import (
     Trailer,
     extent_header,
     extent_trailer,
-    padding,
 )
 from spillover.pool.reference import Ref
 
@@ -105,9 +104,9 @@ class Draft:
     ) -> None:
         dependencies = [*publication.dependencies]
         entries, payloads, chunks, heap, end = _records(publication.records, dependencies)
-        table, self._local = _dependencies(dependencies)
+        table, self._local = _dependencies(dependencies) if dependencies else ([], [])
         self.needs: Sequence[Ref | int] = dependencies
-        count = len(publication.records)
+        count = len(entries)
         if max(count, len(table), len(heap)) > LIMIT:
             raise InputError(
                 "a publication is limited to 4 GiB of ids and metadata", hint="publish it in parts"
@@ -155,8 +154,6 @@ class Copy(NamedTuple):
 
 def digests(view: bytes | memoryview) -> list[bytes]:
     """The 128-bit checksum of every chunk of ``view``."""
-    if len(view) <= CHUNK:
-        return [_xxh3(view)] if len(view) else []
     view = memoryview(view)
     return [_xxh3(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK)]
 
@@ -173,22 +170,29 @@ def _records(
     chunks: list[bytes] = []
     heap: list[bytes] = []
     seen: set[bytes] = set()
-    numbers = {ref.whole(): number for number, ref in enumerate(dependencies) if isinstance(ref, Ref)}
+    numbers: dict[Ref, int] | None = None
+    no_shape: tuple[int, ...] = ()
     end, top = HEADER, 0
     for record in records:
-        label = _label(record.id)
+        try:
+            label = record.id.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise _no_label(record.id) from None
         if label in seen:
             raise InputError(f"two records of one publication have the id {record.id!r}")
         seen.add(label)
         if isinstance(record, Link):
+            if numbers is None:
+                numbers = _numbered(dependencies)
             link = _linked(record, dependencies, numbers)
             entries.append(ENTRY.pack(0, 0, 0, top, len(label), 0, 0, 0, 0, 1, *link))
             heap.append(label)
             top += len(label)
             continue
-        payload = record.payload
-        plain = type(payload) is bytes
-        codec, dtype, shape, data = (codecs.BYTES, 0, (), payload) if plain else _encoded(record)
+        data = record.payload
+        codec, dtype, shape = codecs.BYTES, 0, no_shape
+        if type(data) is not bytes:
+            codec, dtype, shape, data = _encoded(record)
         note = codecs.encode_json(record.metadata) if record.metadata else b""
         size = len(data)
         entries.append(
@@ -198,9 +202,12 @@ def _records(
         if shape:
             heap.append(struct.pack(f"<{len(shape)}q", *shape))
         top += len(label) + len(note) + 8 * len(shape)
-        chunks += digests(data)
+        if 0 < size <= CHUNK:
+            chunks.append(_xxh3(data))
+        else:
+            chunks += digests(data)
         payloads.append(data)
-        gap = padding(size)
+        gap = -size % ALIGN
         if gap:
             payloads.append(_ZEROS[:gap])
         end += size + gap
@@ -216,11 +223,13 @@ def _encoded(record: Record) -> codecs.Encoded:
         raise InputError(f"record {record.id!r}: {error}", hint=error.hint) from None
 
 
-def _label(name: str) -> bytes:
-    try:
-        return name.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise InputError(f"{name!r} cannot be a record's id: it is no text that UTF-8 can hold") from None
+def _no_label(name: object) -> InputError:
+    return InputError(f"{name!r} cannot be a record's id: it is no text that UTF-8 can hold")
+
+
+def _numbered(dependencies: Sequence[Ref | int]) -> dict[Ref, int]:
+    """The places of those that were published before."""
+    return {ref.whole(): place for place, ref in enumerate(dependencies) if isinstance(ref, Ref)}
 
 
 def _linked(link: Link, dependencies: list[Ref | int], numbers: dict[Ref, int]) -> tuple[int, int]:

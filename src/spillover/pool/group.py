@@ -8,6 +8,11 @@ it; otherwise it sleeps. Whoever commits hands the duty to the first caller that
 one of its group, which wakes the next. So there is no thread of our own, no timer, and a lone caller pays
 nothing.
 
+A caller that was answered is back in a moment with its next call. If a commit takes milliseconds, a group
+that left at once would leave it behind, and two groups would take turns, each waiting out the other's
+commit. With ``patience`` whoever commits waits, for a small share of what the last commit took, until as many
+callers have joined as there were last time.
+
 Source: the scheme is that of group commit in DeWitt et al., "Implementation Techniques for Main Memory
 Database Systems", SIGMOD 1984.
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -26,6 +32,10 @@ __all__ = ["Group"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+SHORTEST = 1e-4
+"""Seconds that are worth waiting for others; a thread needs about as many to wake up."""
+LONGEST = 5e-3
+"""Seconds after which whoever did not come back has something else to do."""
 
 
 class Group(Generic[Item, Result]):
@@ -35,6 +45,7 @@ class Group(Generic[Item, Result]):
         commit: makes a list of items durable; returns one result or one exception an item.
         weigh: how much an item adds to a group.
         limit: a group is closed when its weight reaches this.
+        patience: how long to wait for callers to come back, as a share of what the last commit took.
     """
 
     def __init__(
@@ -42,10 +53,15 @@ class Group(Generic[Item, Result]):
         commit: Callable[[Sequence[Item]], Sequence[Result | BaseException]],
         weigh: Callable[[Item], int],
         limit: int,
+        patience: float = 0.0,
     ) -> None:
         self._commit = commit
         self._weigh = weigh
         self._limit = limit
+        self._patience = patience
+        self._took = 0.0
+        self._expected = 0
+        self._all_back: threading.Lock | None = None
         self._lock = threading.Lock()
         self._waiting: list[_Ticket[Item, Result]] = []
         self._leader: _Ticket[Item, Result] | None = None
@@ -58,6 +74,9 @@ class Group(Generic[Item, Result]):
                 if lead := self._leader is None:
                     self._leader = ticket
                 self._waiting.append(ticket)
+                if self._all_back is not None and len(self._waiting) == self._expected:
+                    self._all_back.release()
+                    self._all_back = None
             if not lead:
                 ticket.woken.acquire()
                 if ticket.following is not None:
@@ -75,15 +94,21 @@ class Group(Generic[Item, Result]):
 
     def _lead(self, leader: _Ticket[Item, Result]) -> None:
         """Commit the front of the line, which begins with ``leader``, and answer it."""
+        if (pause := min(self._took * self._patience, LONGEST)) > SHORTEST:
+            self._gather(pause)
         with self._lock:
+            self._all_back = None
             leader.followers = self._front()[1:]
         group = [leader, *leader.followers]
+        begun = time.monotonic()
         results: Sequence[Result | BaseException]
         try:
             results = self._commit([ticket.item for ticket in group])
         except Exception as error:
             results = [error] * len(group)
         with self._lock:
+            self._took = time.monotonic() - begun
+            self._expected = len(group) + len(self._waiting)
             for ticket, result in zip(group, results, strict=True):
                 ticket.result = result
             self._pass_on(leader)
@@ -92,6 +117,15 @@ class Group(Generic[Item, Result]):
                 ticket.following = following
         if sleeping:
             sleeping[0].woken.release()
+
+    def _gather(self, seconds: float) -> None:
+        """Wait until as many callers are here as last time; those who do not come back are not waited for."""
+        with self._lock:
+            if len(self._waiting) >= self._expected:
+                return
+            self._all_back = all_back = threading.Lock()
+            all_back.acquire()
+        all_back.acquire(timeout=seconds)
 
     def _leave(self, ticket: _Ticket[Item, Result]) -> None:
         """Step out of the line after an interruption, at whatever point that came.

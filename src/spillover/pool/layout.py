@@ -183,14 +183,16 @@ def extent_header(
     flags: int, length: int, index_at: int, submission: bytes, part: int, parts: int, writer: int
 ) -> bytes:
     """The bytes of an `ExtentHeader`."""
-    return checked(_EXTENT.pack(b"EXT1", flags, length, index_at, submission, part, parts, writer))
+    head = _EXTENT.pack(b"EXT1", flags, length, index_at, submission, part, parts, writer)
+    return head + _CHECK.pack(_xxh3(head))
 
 
 def extent_trailer(
     flags: int, length: int, index_at: int, records: int, dependencies: int, chunks: int, digest: bytes
 ) -> bytes:
     """The bytes of a `Trailer`."""
-    return checked(_TRAILER.pack(b"END1", flags, length, index_at, records, dependencies, chunks, digest))
+    head = _TRAILER.pack(b"END1", flags, length, index_at, records, dependencies, chunks, digest)
+    return head + _CHECK.pack(_xxh3(head))
 
 
 def ends(trailer: bytes, length: int, check: int) -> bool:

@@ -9,14 +9,14 @@ here. Owning is by publication, deleting by pack: see `spillover.pool.collection
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from spillover.errors import InputError
 from spillover.pool.catalogue import Catalogue
-from spillover.pool.collection import Collection, collect, retire
+from spillover.pool.collection import Collection, Progress, collect, retire, silent
 from spillover.pool.compaction import MIN_OWNED, Compaction, compact
 from spillover.pool.folder import Folder
 from spillover.pool.gate import resident
@@ -27,12 +27,6 @@ from spillover.state import State
 from spillover.store import LocalStore
 
 __all__ = ["Owners", "Stats", "WriterInfo"]
-
-Progress = Callable[[int, int], None]
-"""Told of bytes done and bytes in all."""
-
-
-def _silent(done: int, total: int) -> None: ...
 
 
 class WriterInfo(msgspec.Struct, frozen=True):
@@ -142,13 +136,15 @@ class Owners:
         """The owners, sorted."""
         return self.catalogue.names()
 
-    def collect(self, *, dry_run: bool = False) -> Collection:
+    def collect(
+        self, *, dry_run: bool = False, looked: Progress = silent, deleting: Progress = silent
+    ) -> Collection:
         """Delete the packs that nobody needs; see `spillover.pool.collection`."""
         self._owned.check()
         with self._maintaining:
-            return collect(self.catalogue, dry_run=dry_run)
+            return collect(self.catalogue, dry_run=dry_run, looked=looked, deleting=deleting)
 
-    def compact(self, *, min_owned: float = MIN_OWNED, progress: Progress = _silent) -> Compaction:
+    def compact(self, *, min_owned: float = MIN_OWNED, progress: Progress = silent) -> Compaction:
         """Rewrite the packs of which less than ``min_owned`` is owned; see `spillover.pool.compaction`."""
         self._owned.check()
         with self._maintaining:
@@ -156,7 +152,7 @@ class Owners:
                 self.catalogue, min_owned=min_owned, pack_bytes=self._pack_bytes, progress=progress
             )
 
-    def export(self, names: Sequence[str], target: Path, *, progress: Progress = _silent) -> Transfer:
+    def export(self, names: Sequence[str], target: Path, *, progress: Progress = silent) -> Transfer:
         """Write what the owners own to a file that another pool can import.
 
         Raises:
@@ -170,7 +166,7 @@ class Owners:
                 )
         return export_pool(self.folder, owners, target, progress)
 
-    def import_(self, source: Path, *, progress: Progress = _silent) -> Transfer:
+    def import_(self, source: Path, *, progress: Progress = silent) -> Transfer:
         """Take in what `export` wrote, from any pool; its owners own it here, under its old references."""
         self._owned.check()
         with self._maintaining:

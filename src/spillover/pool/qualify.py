@@ -13,7 +13,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -131,6 +131,7 @@ def qualify(
     rounds: int = 200,
     patience: float = 10.0,
     partner: Sequence[str] = COMMAND,
+    progress: Callable[[list[Check], int, str], None] = lambda done, total, now: None,
 ) -> Qualification:
     """Try two folders that should be one folder on two mounts, by two processes.
 
@@ -142,6 +143,7 @@ def qualify(
         rounds: repetitions of what can go wrong once in many times.
         patience: seconds after which an answer, a lock of a dead process or a change counts as not coming.
         partner: the command that works in ``peer``; the folder follows.
+        progress: told of the checks that are done, how many there are, and what is tried now.
 
     Raises:
         InputError: a folder is missing, the filesystems differ or have no profile, or it is not ``profile``.
@@ -152,7 +154,7 @@ def qualify(
     near, far = Process(COMMAND, path / scratch, patience), Process(partner, peer / scratch, patience)
     pair = Pair(near, far, profile=found, rounds=rounds, patience=patience)
     try:
-        checks = [*_run(pair)]
+        checks = _run(pair, progress)
     finally:
         _clean(pair)
     version = _version(found) if client_version is None else client_version
@@ -187,22 +189,26 @@ def _version(profile: Profile) -> str:
     return f"{system.sysname} {system.release}"
 
 
-def _run(pair: Pair) -> Iterator[Check]:
+def _run(pair: Pair, progress: Callable[[list[Check], int, str], None]) -> list[Check]:
+    checks: list[Check] = []
     for name, check in CHECKS:
+        progress([*checks], len(CHECKS), name)
         start = time.monotonic()
         try:
             passed, seen = True, check(pair)
         except Failed as failure:
             passed, seen = False, " ".join(str(failure).split())
-        yield Check(name, passed, seen, time.monotonic() - start)
+        checks.append(Check(name, passed, seen, time.monotonic() - start))
         if passed:
             continue
         if name in (SAME, PLACES):
-            return
+            break
         try:
             _start_again(pair)
         except Failed:  # the mount hangs: what failed already says why
-            return
+            break
+    progress([*checks], len(CHECKS), "")
+    return checks
 
 
 def _start_again(pair: Pair) -> None:

@@ -2,7 +2,8 @@
 
 A writer counts what it adds and looks at the folder again before it refuses, at every new pack, and after
 it has added a sixty-fourth of the limit. Between two looks it does not see what others add, so that
-together they may pass the limit by that much each.
+together they may pass the limit by that much each. What writers have zeroed ahead of their packs counts,
+since it takes room on the disk; that is at most a 1024th of the limit for each.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ class Quota:
                 f"{self._folder.path} holds {self._used:,} of its {limit:,} bytes, {size:,} more do not fit",
                 hint=f"release owners and run: spill pool gc {self._folder.path}",
             )
+
+    def spare(self, size: int, beside: int) -> int:
+        """How many of ``size`` bytes may be taken before they are needed, along with ``beside`` that are."""
+        with self._lock:
+            limit = self._folder.identity.max_bytes
+            if limit is None:
+                return size
+            return max(0, min(size, limit // 1024, limit - self._used - self._added - beside))
 
     def add(self, size: int) -> None:
         """Count what was written."""

@@ -54,7 +54,8 @@ class Survey(NamedTuple):
         end: where its last whole extent ends.
         extents: how many there are.
         sealed: whether its writer sealed it.
-        torn: bytes behind ``end`` that belong to nothing: a publication that was cut off.
+        torn: bytes behind ``end`` that belong to nothing: a publication that was cut off. Zeros that a writer
+            has put ahead of its pack's end do not count.
     """
 
     end: int
@@ -96,6 +97,7 @@ def survey(
         whole: told of every extent that is whole.
     """
     sealed, stop = _end(pack, damage)
+    progress(0 if sealed else max(0, pack.size - stop))
     offset, end, count = HEADER, HEADER, 0
     broken: list[Corrupt] = []
     while offset < stop:
@@ -134,7 +136,17 @@ def _end(pack: OpenPack, damage: Damage) -> tuple[bool, int]:
     except Corrupt as error:
         damage(error)
         return True, size - HEADER
-    return (True, seal.end) if seal else (False, size)
+    return (True, seal.end) if seal else (False, _behind_all(pack, size))
+
+
+def _behind_all(pack: OpenPack, size: int) -> int:
+    """Where nothing but zeros follows, rounded up to where an extent may begin."""
+    while size > HEADER:
+        start = max(HEADER, size - PIECE)
+        if found := len(os.pread(pack.file, size - start, start).rstrip(b"\0")):
+            return min(size, start + found + padding(start + found))
+        size = start
+    return size
 
 
 def begun(folder: Folder, pack: int) -> bool:

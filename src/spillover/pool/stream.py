@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spillover.errors import StateError, StoreError
+from spillover.errors import StateError, StoreError, StoreFull
+from spillover.pool.ahead import Ahead
 from spillover.pool.extent import Copy, Draft
 from spillover.pool.folder import Folder
 from spillover.pool.gate import Gate
@@ -60,6 +61,7 @@ class Stream:
         self._held = held
         self._quota = quota
         self._pack_bytes = pack_bytes
+        self._ahead = Ahead(folder, quota, pack_bytes)
         self._pack: _Pack | None = None
         self._closed = False
         self._group: Group[Sequence[Drafted] | None, list[Ref]] = Group(self._commit, _weight, GROUP_BYTES)
@@ -101,19 +103,17 @@ class Stream:
         offsets: list[int] = []
         needs: dict[Place, list[Place]] = {}
         pack = self._ready(sum(map(_weight, calls)))
-        end = pack.end
+        pool, number, end = self._folder.short, pack.id, pack.end
         for drafts in calls:
             refs: list[Ref] = []
             for draft in drafts or ():
-                draft.resolve(refs)
-                refs.append(
-                    Ref(self._folder.short, pack.id, end, draft.length, draft.check, None, draft.linked)
-                )
+                if draft.needs:
+                    draft.resolve(refs)
+                    found = (refs[need] if isinstance(need, int) else need for need in draft.needs)
+                    needs[number, end] = [(need.pack, need.offset) for need in found]
+                refs.append(Ref(pool, number, end, draft.length, draft.check, None, draft.linked))
                 parts += draft.parts
                 offsets.append(end)
-                if draft.needs:
-                    found = (refs[need] if isinstance(need, int) else need for need in draft.needs)
-                    needs[pack.id, end] = [(need.pack, need.offset) for need in found]
                 if draft.relocates:
                     pack.relocations = end
                 end += draft.length
@@ -130,8 +130,9 @@ class Stream:
 
     def _ready(self, size: int) -> _Pack:
         """The open pack, or a new one, with room for ``size`` bytes under the pool's limit."""
-        if size:
-            self._quota.require(size + HEADER)
+        zeros = self._pack.size - self._pack.end if self._pack is not None else 0  # counted when written
+        if size and size + HEADER > zeros:
+            self._quota.require(size + HEADER - zeros)
         if self._pack is None:
             self._pack = self._begin()
         return self._pack
@@ -161,11 +162,12 @@ class Stream:
             parts = [b"".join(parts)]
         synced = False
         try:
-            disk.write_at(pack.file, parts, start)
+            size = self._put(pack, parts, start, end)
             synced = True
             disk.sync_data(pack.file)
             if start == 0:
                 disk.sync_folder(self._folder.packs)
+            grown, pack.size = size - pack.size, size
             pack.end, pack.begun = end, True
         except OSError as error:
             self._cut(pack, keep=not synced)
@@ -173,8 +175,26 @@ class Stream:
         except BaseException:
             self._cut(pack, keep=False)
             raise
-        self._quota.add(end - start)
+        self._quota.add(grown)
         self._gate.check()
+
+    def _put(self, pack: _Pack, parts: list[bytes | memoryview], start: int, end: int) -> int:
+        """Write ``parts``, with zeros behind them where the file grows; returns how long it is then.
+
+        Zeros for which there is no room are left out, for good: they take it from nobody.
+        """
+        disk = self._folder.disk
+        if pack.begun and pack.ahead and end > pack.size and (zeros := self._ahead.zeros(start, end)):
+            try:
+                disk.write_at(pack.file, [*parts, zeros], start)
+                return end + len(zeros)
+            except OSError as error:
+                if not isinstance(refusal(error, ""), StoreFull):
+                    raise
+                pack.ahead = False
+                disk.truncate(pack.file, start)
+        disk.write_at(pack.file, parts, start)
+        return max(end, pack.size)
 
     def _cut(self, pack: _Pack, *, keep: bool) -> None:
         """Cut the pack back to its durable end; after anything but a failed write, never touch it again.
@@ -183,7 +203,8 @@ class Stream:
         """
         disk = self._folder.disk
         with contextlib.suppress(OSError):
-            disk.truncate(pack.file, pack.end if pack.begun else 0)
+            pack.size = pack.end if pack.begun else 0
+            disk.truncate(pack.file, pack.size)
             if keep:
                 disk.sync_data(pack.file)
                 return
@@ -203,6 +224,8 @@ class Stream:
                 disk.unlink(pack.path)
                 return None
             disk.write_at(pack.file, [Seal(pack.end, pack.extents, pack.relocations).encode()], pack.end)
+            if pack.size > pack.end + HEADER:  # a seal is one at the end of the file only
+                disk.truncate(pack.file, pack.end + HEADER)
             disk.sync_data(pack.file)
         except OSError as error:
             return refusal(error, str(pack.path))
@@ -214,16 +237,27 @@ class Stream:
 
 @dataclass(slots=True)
 class _Pack:
-    """The open pack. ``end`` is where its durable extents end; ``begun`` is false until there is one."""
+    """The open pack.
+
+    Attributes:
+        end: where its durable extents end.
+        size: how long the file is; from ``end`` on it has zeros.
+        ahead: whether there is room for more of them than it needs.
+        begun: whether there is an extent.
+    """
 
     id: int
     path: Path
     file: int
     end: int = HEADER
+    size: int = 0
+    ahead: bool = True
     extents: int = 0
     relocations: int = 0
     begun: bool = False
 
 
 def _weight(drafts: Sequence[Drafted] | None) -> int:
-    return sum(draft.length for draft in drafts or ())
+    if drafts is None:
+        return 0
+    return drafts[0].length if len(drafts) == 1 else sum([draft.length for draft in drafts])
