@@ -6,6 +6,7 @@ what differs is the few lines that call a queue.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -43,6 +44,20 @@ class Ours:
     def close(self) -> None:
         self.coordinator.close()
         self.pool.close()
+
+
+class OverHttp(Ours):
+    """The same through ``spill queue serve``; its "folder" is an address and a token."""
+
+    def __init__(self, folder: str) -> None:
+        from spillover.queue import Client, Completion, Task
+
+        url, token = folder.split()
+        self._task, self._completion = Task, Completion
+        self.client = Client(url, "rollout", token=token)
+
+    def close(self) -> None:
+        self.client.close()
 
 
 class Peer:
@@ -118,7 +133,9 @@ class Raw:
         self._base.close()
 
 
-SIDES = {"ours": Ours, "peer": Peer, "raw": Raw}
+MODULES = {"ours": "spillover.queue", "http": "spillover.queue", "peer": "straw", "raw": "sqlite3"}
+"""What a side imports before its clock runs."""
+SIDES = {"ours": Ours, "http": OverHttp, "peer": Peer, "raw": Raw}
 
 
 class Calls:
@@ -126,6 +143,7 @@ class Calls:
 
     def __init__(self, side: str) -> None:
         self._make = SIDES[side]
+        importlib.import_module(MODULES[side])
         self._names = (f"task-{os.getpid()}-{number}" for number in itertools.count())
 
     def open(self, folder: str) -> list[float]:

@@ -7,13 +7,15 @@ take turns, one round each. The 15 ms are added to every sync by `slow_sync.c`, 
 
     python benchmarks/queue_vs_straw.py [--quick] [--json FILE]
 
-It prints medians and, last, what ours is to reach; missing that fails nothing. ``--quick`` leaves the million
-tasks out.
+It prints medians and, last, what ours is to reach; missing that fails nothing. ``--quick`` runs one round
+each, and leaves out the million tasks and the peer's hundred thousand completed ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import statistics
 import subprocess
 import sys
@@ -35,21 +37,35 @@ AT_LEAST = {
     "acquire one of 100,000": 3000,
     "15 ms sync: complete, 8 clients": 500,
 }
-AT_MOST = {"open 1,000,000 pending": 50, "memory, 1,000,000 pending": 150}
+AT_MOST = {
+    "open, 1,000,000 pending": 50,
+    "memory, 1,000,000 pending": 150,
+    "open, 100,000 completed": 50,
+    "memory, 100,000 completed": 150,
+}
 
 
 class Bench:
     """A scratch folder, the sides' commands, and how many rounds."""
 
     def __init__(self, scratch: Path, quick: bool) -> None:
-        self.scratch, self.rounds = scratch, 1 if quick else 5
-        self._python = {"ours": sys.executable, "peer": environment(), "raw": sys.executable}
+        self.scratch, self.quick, self.rounds = scratch, quick, 1 if quick else 5
+        self.python = {"ours": sys.executable, "peer": environment(), "raw": sys.executable}
 
     @contextlib.contextmanager
     def process(self, side: str, folder: str, settings: dict[str, str] | None = None):
-        with Process(self._python[side], HERE / "queue_side.py", side, settings=settings) as process:
+        with Process(self.python[side], HERE / "queue_side.py", side, settings=settings) as process:
             process.ask("open", folder=str(self.scratch / f"{side}-{folder}"))
             yield process
+
+    def opening(self, side: str, folder: str) -> float:
+        """Milliseconds that a process takes to open what is there."""
+        opened = []
+        for _ in range(1 if self.quick else 3):
+            with Process(self.python[side], HERE / "queue_side.py", side) as process:
+                opened.append(process.ask("open", folder=str(self.scratch / f"{side}-{folder}"))[0])
+                process.ask("close")
+        return 1e3 * statistics.median(opened)
 
     def medians(self, processes: dict[str, Process], ask) -> dict[str, list[float]]:
         """Medians, figure by figure, of rounds in which every side takes its turn."""
@@ -73,10 +89,6 @@ def rates(bench: Bench, report: Report) -> None:
             asked = {"calls": 400 * clients, "clients": clients}
             found = bench.medians(sides, lambda side, asked=asked: [side.ask("complete_one", **asked)])
             add(report, name, {side: each[0] for side, each in found.items()})
-        for side in sides.values():
-            side.ask("fill", tasks=100_000)
-        found = bench.medians(sides, lambda side: [side.ask("acquire_one", calls=200)])
-        add(report, "acquire one of 100,000", {side: each[0] for side, each in found.items()})
 
 
 def slow(bench: Bench, report: Report) -> None:
@@ -87,29 +99,65 @@ def slow(bench: Bench, report: Report) -> None:
     settings = {"LD_PRELOAD": str(shim), "SLOW_SYNC_MS": str(SLOW_MS)}
     with contextlib.ExitStack() as stack:
         sides = {side: stack.enter_context(bench.process(side, "slow", settings)) for side in SIDES}
-        found = bench.medians(sides, lambda side: [side.ask("complete_one", calls=80, clients=8)])
-        add(
-            report, f"{SLOW_MS} ms sync: complete, 8 clients", {side: each[0] for side, each in found.items()}
-        )
+        calls = {"ours": 480, "peer": 40, "raw": 80}  # of ours, eight share a commit: enough rounds of each
+        rounds = [
+            {side: sides[side].ask("complete_one", calls=calls[side], clients=8) for side in SIDES}
+            for _ in range(bench.rounds)
+        ]
+        rates = {side: statistics.median(found[side] for found in rounds) for side in SIDES}
+        add(report, f"{SLOW_MS} ms sync: complete, 8 clients", rates)
 
 
-def large(bench: Bench, report: Report) -> None:
-    """A million pending tasks: memory while they are added, and how long it takes to open the queue again."""
-    memory = {}
-    for side in ("ours", "peer"):
-        with bench.process(side, "large") as process:
-            memory[side] = process.ask("fill", tasks=1_000_000)
-            process.ask("close")
-        opened = []
-        for _ in range(3):
-            with Process(bench._python[side], HERE / "queue_side.py", side) as process:
-                opened.append(process.ask("open", folder=str(bench.scratch / f"{side}-large")))
+def growth(bench: Bench, report: Report) -> None:
+    """What a call costs with ever more tasks pending, and how long the queue then takes to open."""
+    for tasks in (10_000, 100_000) if bench.quick else (10_000, 100_000, 1_000_000):
+        rates, memory, opened = {}, {}, {}
+        for side in SIDES:
+            with bench.process(side, f"{tasks}-pending") as process:
+                memory[side] = process.ask("fill", tasks=tasks)
+                rates[side] = statistics.median(process.ask("acquire_one", calls=200) for _ in range(3))
                 process.ask("close")
-        memory[f"{side} open"] = 1e3 * statistics.median(taken for taken, _ in opened)
-    report.add("memory, 1,000,000 pending", memory["ours"], memory["peer"], "MB", higher_is_better=False)
-    report.add(
-        "open 1,000,000 pending", memory["ours open"], memory["peer open"], "ms", higher_is_better=False
-    )
+            opened[side] = bench.opening(side, f"{tasks}-pending")
+        add(report, f"acquire one of {tasks:,}", rates)
+        costs(report, f"{tasks:,} pending", memory, opened)
+    tasks = 10_000 if bench.quick else 100_000
+    memory, opened = {}, {}
+    for side in ("ours", "peer"):
+        with bench.process(side, f"{tasks}-completed") as process:
+            memory[side] = process.ask("fill", tasks=tasks, complete=True)
+            process.ask("close")
+        opened[side] = bench.opening(side, f"{tasks}-completed")
+    costs(report, f"{tasks:,} completed", memory, opened)
+
+
+def costs(report: Report, state: str, memory: dict[str, float], opened: dict[str, float]) -> None:
+    """The most memory of the process that worked, and the time that the next one takes to open the queue."""
+    for measure, found, unit in (("memory", memory, "MB"), ("open", opened, "ms")):
+        report.add(f"{measure}, {state}", found["ours"], found["peer"], unit, higher_is_better=False)
+
+
+def served(bench: Bench, report: Report) -> None:
+    """`spill queue serve` on this machine; its clients are threads of one process. The peer has no server."""
+    folder, token = bench.scratch / "served", "benchmark"
+    program = "from spillover.cli import main; main()"
+    command = [sys.executable, "-c", program, "queue", "serve", str(folder), "--port", "0"]
+    command += ["--queue", "rollout"]
+    environ = os.environ | {"SPILL_QUEUE_TOKEN": token}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as server:
+        try:
+            assert server.stdout is not None
+            (url,) = re.findall(r"http://[^\s,]+", server.stdout.readline())
+            for clients in (1, 8, 64):
+                with Process(bench.python["ours"], HERE / "queue_side.py", "http") as process:
+                    process.ask("open", folder=f"{url} {token}")
+                    asked = {"calls": 320 if clients == 1 else 1280, "clients": clients}
+                    rates = [process.ask("complete_one", **asked) for _ in range(bench.rounds)]
+                rate = statistics.median(rates)
+                measure = f"HTTP: complete, {clients} client{'s' * (clients > 1)}"
+                report.figures[measure] = {"ours": round(rate, 4), "unit": "/s"}
+                print(f"{measure:<34} ours {rate:9.3f} /s", flush=True)
+        finally:
+            server.terminate()
 
 
 def add(report: Report, measure: str, found: dict[str, float]) -> None:
@@ -138,8 +186,8 @@ def main() -> None:
         bench = Bench(Path(name), args.quick)
         rates(bench, report)
         slow(bench, report)
-        if not args.quick:
-            large(bench, report)
+        served(bench, report)
+        growth(bench, report)
     bars(report)
     report.save(args.json)
 

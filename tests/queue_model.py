@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from spillover.errors import Collected, Conflict, InputError, NotAllowed, Stale, Superseded
+from spillover.errors import Collected, Conflict, Full, InputError, NotAllowed, Stale, Superseded
 from spillover.pool import Ref
 from spillover.queue import Acquired, Batch, CheckpointInfo, Consumer, Lease, Receipt, Submitted, Task
 from spillover.queue import messages as m
@@ -60,6 +60,8 @@ class Queue:
     held: set[int] = field(default_factory=set)
     positions: int = 0
     sealed: bool = False
+    unfinished: int | None = None
+    undelivered: int | None = None
     cursors: dict[str, Any] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
     consumers: dict[str, Reading] = field(default_factory=dict)
@@ -123,10 +125,14 @@ class Model:
         self.links: dict[Ref, Ref] = {}
         self.gone: set[Ref] = set()
 
-    def call(self, call: m.Call) -> Any:
+    def expire(self) -> None:
+        """What ran out is over for whoever looks."""
         for row in [row for queue in self.queues.values() for row in queue.of("leased")]:
             if row.deadline < self.now:
                 self._fail(row, f"the lease of worker {row.worker} ran out", True)
+
+    def call(self, call: m.Call) -> Any:
+        self.expire()
         before = copy.deepcopy((self.queues, self.checkpoints))
         try:
             return self._once(call)
@@ -198,6 +204,8 @@ class Model:
                 raise Conflict("other content")
         if new and queue.sealed:
             raise NotAllowed("sealed")
+        if new and queue.unfinished and len(queue.of("pending") + queue.of("leased")) > queue.unfinished:
+            raise InputError("never") if len(new) > queue.unfinished else Full("not now")
         self._own(*(row.input for row in new))
         if call.producer is not None:
             queue.cursors[call.producer] = call.cursor
@@ -208,10 +216,15 @@ class Model:
             raise InputError("limit")
         if call.worker in queue.retired:
             raise Superseded("retired")
+        room = call.limit
+        if queue.undelivered is not None and queue.of("pending"):
+            room = min(room, queue.undelivered - len(queue.held) - len(queue.of("leased")))
+            if room < 1:
+                return Acquired([], "backpressured")
         rows = [row for row in queue.of("pending") if row.task.lane == call.lane]
         rows = [row for row in rows if row.task.id.startswith(call.prefix)]
         rows = [row for row in rows if call.tasks is None or row.task.id in call.tasks]
-        rows = sorted(rows, key=lambda row: (row.stage, row.rank, row.turn))[: call.limit]
+        rows = sorted(rows, key=lambda row: (row.stage, row.rank, row.turn))[:room]
         if not rows:
             over = queue.sealed and not queue.of("pending") and not queue.of("leased")
             return Acquired([], "end" if over else "empty")
@@ -297,6 +310,11 @@ class Model:
         for row in rows:
             row.status, row.failures, row.failure = "pending", 0, None
         return len(rows)
+
+    def Limit(self, queue: Queue, call: m.Limit) -> None:
+        if 0 in (call.unfinished, call.undelivered):
+            raise InputError("below one")
+        queue.unfinished, queue.undelivered = call.unfinished, call.undelivered
 
     def Seal(self, queue: Queue, call: m.Seal) -> None:
         queue.sealed = True
@@ -412,6 +430,7 @@ class Model:
     def Restore(self, queue: Queue, call: m.Restore) -> None:
         kept = self._checkpoint(call.checkpoint)
         kept.retired |= queue.retired
+        kept.unfinished, kept.undelivered = queue.unfinished, queue.undelivered
         self.queues[call.queue] = kept
 
     def DropCheckpoint(self, queue: Queue, call: m.DropCheckpoint) -> bool:

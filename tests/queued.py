@@ -7,6 +7,7 @@ from typing import Any
 
 from spillover.pool import Pool, Record, Ref
 from spillover.queue import Client, Coordinator, Lease
+from spillover.queue.change import queue_rows
 from spillover.queue.checkpoints import OWNED
 from spillover.queue.schema import STATUS, owner
 
@@ -74,16 +75,16 @@ class Place:
         ledger = self.coordinator.owners.catalogue.ledger
         wanted: set[tuple[int, int, int]] = set()
         with self.coordinator.owners.catalogue.reading() as cursor:
-            columns = ", ".join(STATUS)
-            query = f"SELECT id, kind, name, sealed, positions, {columns} FROM queues"
-            for number, kind, name, sealed, positions, *counts in cursor.execute(query).fetchall():
+            kinds = dict(cursor.execute("SELECT id, kind FROM queues").fetchall())
+            for written in queue_rows(cursor, "TRUE"):
+                number, name, counts = written.id, written.name, written.counts
                 query = "SELECT status FROM tasks WHERE queue = ?"
                 found = [status for (status,) in cursor.execute(query, (number,))]
                 assert counts == [found.count(status) for status in range(len(STATUS))], name
-                if kind == "live":
-                    kept = memory.queues[name]
-                    seen = (kept.id, kept.sealed, kept.positions, kept.counts)
-                    assert seen == (number, bool(sealed), positions, counts)
+                query = "SELECT COUNT(*) FROM accepted WHERE queue = ? AND held = 1"
+                assert cursor.execute(query, (number,)).fetchone() == (written.undelivered,), name
+                if kinds[number] == "live":
+                    assert memory.queues[name] == written
                 for what, query in OWNED:
                     for row, ref in cursor.execute(query, (number,)).fetchall():
                         for pack, place, _ in ledger.closure(Ref.from_bytes(ref)):

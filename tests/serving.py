@@ -24,6 +24,7 @@ from history import Recorder, record_answers
 from spillover.errors import LockContended, SpillError, StoreError
 from spillover.pool import Pool
 from spillover.queue import Coordinator
+from spillover.queue.inbox import MAX_WAITING, MAX_WAITING_BYTES
 from spillover.queue.server import serve
 from spillover.queue.standby import standby
 
@@ -40,6 +41,8 @@ class Options(msgspec.Struct, kw_only=True):
         maintain: seconds between two rounds of collection and compaction; 0 for none.
         pack_bytes: size at which compaction ends a pack.
         history: folder to record in what is answered.
+        max_waiting: calls that may wait.
+        max_waiting_bytes: of them.
     """
 
     pool: str
@@ -51,6 +54,8 @@ class Options(msgspec.Struct, kw_only=True):
     maintain: float = 0.0
     pack_bytes: int = 1 << 20
     history: str | None = None
+    max_waiting: int = MAX_WAITING
+    max_waiting_bytes: int = MAX_WAITING_BYTES
 
 
 class Server:
@@ -128,7 +133,13 @@ def serving(pool: Path, **options: object) -> Iterator[Server]:
 
 def _coordinator(options: Options, pool: Pool) -> Coordinator:
     if not options.standby:
-        return Coordinator(pool, lease_seconds=options.lease_seconds, takeover=options.takeover)
+        return Coordinator(
+            pool,
+            lease_seconds=options.lease_seconds,
+            takeover=options.takeover,
+            max_waiting=options.max_waiting,
+            max_waiting_bytes=options.max_waiting_bytes,
+        )
     print("waiting", flush=True)
     return standby(pool, lease_seconds=options.lease_seconds)
 

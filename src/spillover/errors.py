@@ -21,7 +21,9 @@
         ├── Mismatch           the state belongs to different work
         ├── Conflict           a request was repeated with other content
         ├── Stale              an attempt at a task is not its current one any more
-        └── Collected          a payload is gone: nobody owned it
+        ├── Collected          a payload is gone: nobody owned it
+        ├── Full               a queue holds as many unfinished tasks as it may: try again later
+        └── Busy               a coordinator has more calls waiting than it takes: try again
 
 ``str(error)`` is one line. ``hint`` is what the user can type or do next; the command line prints it
 after ``Try:``. Anything that is not a `SpillError` is a bug and is not caught.
@@ -30,10 +32,12 @@ after ``Try:``. Anything that is not a `SpillError` is a bug and is not caught.
 from __future__ import annotations
 
 __all__ = [
+    "Busy",
     "Collected",
     "Conflict",
     "Corrupt",
     "EngineError",
+    "Full",
     "InputError",
     "LockContended",
     "Lost",
@@ -135,3 +139,11 @@ class Stale(StateError):
 
 class Collected(StateError):
     """Raised when a payload was deleted because nobody owned it any more."""
+
+
+class Full(StateError):
+    """Raised when a queue holds as many unfinished tasks as it may; it has room again as they finish."""
+
+
+class Busy(StateError):
+    """Raised when a coordinator has as many calls waiting as it takes; the call changed nothing."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from cli.command import Outcome, Shell, eventually
+from cli.test_terminal import CTRL_C, terminal
+from spillover.errors import Full
 from spillover.pool import Pool, Record
 from spillover.queue import Client, Coordinator, Task
 
@@ -56,6 +58,24 @@ def test_stats_counts_and_draws(shell: Shell) -> None:
     assert (found["pending"], found["leased"], found["positions"], found["end"]) == (2, 1, 1, False)
 
 
+def test_limit_bounds_a_queue_and_stats_says_how_full_it_is(shell: Shell) -> None:
+    lines = shell("queue", "limit", "pool", "--queue", "work", "--unfinished", "3").out.splitlines()
+    assert lines[3:] == [
+        "accepted positions: 1, 1 of them undelivered",
+        "unfinished 3 of at most 3: full, submissions wait",
+    ]
+    found = document(shell("queue", "limit", "pool", "--queue", "work", "--undelivered", "5", "--json"))
+    assert (found["max_unfinished"], found["max_undelivered"]) == (3, 5)
+    lines = shell("queue", "stats", "pool", "--queue", "work").out.splitlines()
+    assert lines[-1] == "undelivered or leased 2 of at most 5"
+    with Pool.open(shell.folder / "pool") as pool, Coordinator(pool) as coordinator, pytest.raises(Full):
+        Client(coordinator, "work").submit([Task("more")])
+    outcome = shell("queue", "limit", "pool", "--queue", "work", "--unfinished", "none")
+    assert "at most 3" not in outcome.out
+    found = document(shell("queue", "stats", "pool", "--queue", "work", "--json"))
+    assert (found["max_unfinished"], found["max_undelivered"]) == (None, 5)
+
+
 def test_ls_show_and_dead_name_tasks(shell: Shell) -> None:
     lines = shell("queue", "ls", "pool", "--queue", "work").out.splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -88,6 +108,15 @@ def test_verify_and_export(shell: Shell) -> None:
     assert lines[-1]["task"] == "task:0"
 
 
+def test_top_watches_until_ctrl_c(shell: Shell) -> None:
+    with terminal(shell, "queue", "top", "pool", "--queue", "work", "--seconds", "0.05") as screen:
+        screen.until(r"queue work: open, generation \d+")
+        screen.until(r"completed 1 .*\n(.*\n)*.*0\.0 accepted a second +▁▁▁+  3 to go, - left")
+        screen.press(CTRL_C)
+        assert screen.end() == 0
+        assert "Traceback" not in screen.text
+
+
 def test_a_lost_payload_is_named(shell: Shell) -> None:
     for pack in (shell.folder / "pool" / "packs").iterdir():
         pack.unlink()
@@ -97,11 +126,18 @@ def test_a_lost_payload_is_named(shell: Shell) -> None:
 
 
 def test_a_served_queue_is_asked_by_its_address_and_ends_at_sigterm(shell: Shell) -> None:
-    serving = shell.start("queue", "serve", "pool", "--port", "0", "--queue", "work")
+    bounds = ("--max-unfinished", "3", "--max-undelivered", "none", "--max-waiting", "50")
+    serving = shell.start("queue", "serve", "pool", "--port", "0", "--queue", "work", *bounds)
     said = serving._out
     eventually(lambda: said.read_text().endswith("\n"), lambda: "it does not serve")
     (url,) = re.findall(r"http://[0-9.]+:[0-9]+", said.read_text())
-    assert document(shell("queue", "stats", url, "--queue", "work", "--json"))["completed"] == 1
+    found = document(shell("queue", "stats", url, "--queue", "work", "--json"))
+    assert (found["completed"], found["max_unfinished"], found["max_undelivered"]) == (1, 3, None)
+    with Client(url, "work") as client, pytest.raises(Full):
+        client.submit([Task("more")])
+    shell("queue", "limit", url, "--queue", "work", "--unfinished", "4")
+    with Client(url, "work") as client:
+        assert client.submit([Task("more")]).added == 1
     assert (
         "accepted a second" in shell("queue", "top", url, "--queue", "work", "--once", "--seconds", "0.1").out
     )
@@ -124,6 +160,12 @@ def test_a_served_queue_is_asked_by_its_address_and_ends_at_sigterm(shell: Shell
         ("export pool pool --queue work", "pool exists"),
         ("stats http://127.0.0.1:9 --queue work", "given up after"),
         ("serve pool --host 0.0.0.0", "0.0.0.0 is open to others"),
+        ("serve pool --max-unfinished 0", "--max-unfinished 0 is no bound. Try: --max-unfinished 10000"),
+        ("serve pool --max-undelivered many", "--max-undelivered many is no bound"),
+        ("serve pool --max-waiting 0", "--max-waiting 0 lets nobody in"),
+        ("limit pool --queue work", "say which bound"),
+        ("limit pool --queue work --unfinished -1", "--unfinished -1 is no bound"),
+        ("limit pool --queue other --unfinished 1", "there is no queue 'other'"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(shell: Shell, words: str, told: str) -> None:

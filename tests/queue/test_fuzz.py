@@ -43,7 +43,7 @@ OFTEN = {
     "PlanBatch": 4,
     "BatchReady": 3,
 }
-WEIGHTS = [{**OFTEN, "Seal": 0.05, "Retire": 0.2, "Restore": 0.5}.get(tag, 2) for tag in TAGS]
+WEIGHTS = [{**OFTEN, "Seal": 0.05, "Retire": 0.2, "Restore": 0.5, "Limit": 0.5}.get(tag, 2) for tag in TAGS]
 EDGES = (
     0,
     1,
@@ -223,7 +223,7 @@ def test_nothing_that_is_sent_breaks_it(tmp_path: Path) -> None:
         generator = Generator(SEED, [ref, ref.at(0), pool.publish([Record("two", b"2")], dependencies=[ref])])
         with Client(server.address, "work") as client:
             client.create()
-        connection = http.client.HTTPConnection("127.0.0.1", server.options.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.options.port, timeout=60)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             body, kind = generator.body()
@@ -248,14 +248,14 @@ def test_nothing_that_is_sent_breaks_it(tmp_path: Path) -> None:
         status, errors, _ = server.stop()
         assert (status, errors) == (0, "")
     print(f"{statuses}, slowest {slowest:.3f} s, {answered}")
-    assert slowest < 10
+    assert slowest < 60
     assert statuses[200] > 100 and statuses[400] > 100 and statuses[409] > 10, statuses
     assert len({*answered} & {*KINDS}) > len(KINDS) * 2 // 3, answered
     _sound(tmp_path / "pool")
 
 
 def _good_call(address: str) -> None:
-    with Client(address, "good", timeout=10) as client:
+    with Client(address, "good", timeout=60) as client:
         client.create()
         name = f"good {time.monotonic_ns()}"
         assert client.submit([Task(name, metadata={"n": 1})]).added == 1
@@ -275,6 +275,7 @@ def _sound(path: Path) -> None:
             assert len(client.tasks(limit=100_000)) == sum(
                 (stats.pending, stats.leased, stats.completed, stats.dead, stats.cancelled)
             )
+            client.limit()
             try:
                 client.submit([Task("after everything")])
             except SpillError as error:

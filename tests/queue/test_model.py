@@ -179,6 +179,15 @@ class Queues(RuleBasedStateMachine):
     def seal_or_create(self, queue: str, kind: Any) -> None:
         self.do(kind(queue=queue))
 
+    @rule(
+        queue=queues,
+        key=keys,
+        unfinished=st.none() | st.integers(0, 6),
+        undelivered=st.none() | st.integers(0, 6),
+    )
+    def limit(self, queue: str, key: str | None, unfinished: int | None, undelivered: int | None) -> None:
+        self.do(m.Limit(queue=queue, key=key, unfinished=unfinished, undelivered=undelivered))
+
     @rule(queue=queues, key=keys, worker=st.sampled_from(["they", "nobody"]))
     def retire(self, queue: str, key: str | None, worker: str) -> None:
         self.do(m.Retire(queue=queue, key=key, worker=worker))
@@ -260,11 +269,14 @@ class Queues(RuleBasedStateMachine):
         if not hasattr(self, "place"):
             return
         self.place.account()
+        self.model.expire()
         call = self.place.coordinator.call
         for name, queue in self.model.queues.items():
             stats = call(m.ReadStats(queue=name))
             assert [getattr(stats, status) for status in STATUS] == [len(queue.of(s)) for s in STATUS]
             assert (stats.positions, stats.sealed) == (queue.positions, queue.sealed)
+            bounds = (stats.undelivered, stats.max_unfinished, stats.max_undelivered)
+            assert bounds == (len(queue.held), queue.unfinished, queue.undelivered)
             found = {task.id: task for task in call(m.ListTasks(queue=name))}
             assert found.keys() == queue.rows.keys()
             for row in queue.rows.values():

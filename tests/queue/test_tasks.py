@@ -22,6 +22,7 @@ from spillover.queue import (
     Yielded,
 )
 from spillover.queue import messages as m
+from spillover.queue.metrics import prometheus
 
 
 def names(client: Client, limit: int = 100, **options: Any) -> list[str]:
@@ -179,6 +180,33 @@ def test_a_lease_runs_out_unless_it_is_renewed(place: Place) -> None:
     place.clock.pass_(SECONDS)  # it lasts this long and no shorter
     assert client.complete(kept).position == 0
     assert client.complete(again).position == 1
+
+
+def test_a_lease_that_ran_out_is_over_for_whoever_looks(place: Place) -> None:
+    """Nobody has to change anything first: figures, lists, metrics and the end of the queue are right."""
+    client = place.client
+    client.submit([Task("one", max_attempts=2), Task("two", max_attempts=1)])
+    client.seal()
+    leases = client.acquire("worker", 2).leases
+    client.renew(leases)
+    place.clock.pass_(SECONDS)
+    assert client.stats().leased == 2
+    place.clock.pass_(1)
+    stats = client.stats()
+    assert (stats.pending, stats.leased, stats.dead, stats.end) == (1, 0, 1, False)
+    client.release(client.acquire("worker").leases)
+    place.lease()
+    place.clock.pass_(SECONDS + 1)
+    assert [task.status for task in client.tasks()] == ["dead", "dead"]
+    place.clock.pass_(SECONDS)
+    assert client.tasks("leased") == []
+    one = client.task("one")
+    assert one is not None
+    assert (one.failures, one.worker, one.failure) == (2, None, "the lease of worker worker ran out")
+    assert 'spill_tasks{queue="work",status="leased"} 0' in prometheus(place.coordinator)
+    commits = place.coordinator.counters.commits
+    client.stats()
+    assert place.coordinator.counters.commits == commits  # who only looks writes nothing
 
 
 def test_renewing_twice_at_once_counts_one_failure(place: Place) -> None:
@@ -405,54 +433,6 @@ def test_a_sealed_queue_takes_repeats_only(client: Client) -> None:
     with pytest.raises(NotAllowed, match="queue 'work' is sealed: it takes no more tasks"):
         client.submit([Task("one"), Task("two")])
     assert client.stats().pending == 1
-
-
-def test_a_key_names_one_request(place: Place) -> None:
-    client = place.client
-    client.submit([Task(f"task {n}", max_attempts=1) for n in range(4)])
-    first = client.acquire("worker", 2, key="a")
-    assert client.acquire("worker", 2, key="a") == first
-    assert client.stats().leased == 2
-    with pytest.raises(Conflict, match="request 'a' was answered before, with other content"):
-        client.acquire("worker", 1, key="a")
-    with pytest.raises(Conflict):
-        client.cancel(["task 3"], key="a")
-    assert client.fail(first.leases[0], "broken", key="b") is True
-    assert client.fail(first.leases[0], "broken", key="b") is True
-    assert client.retry(["task 0"], key="c") == client.retry(["task 0"], key="c") == 1
-    again = place.lease(tasks=["task 0"])
-    yielded = [Yielded(again.number, again.attempt, metadata={"a": 1, "b": 2})]
-    assert client.yield_tasks(yielded, key="d") == 1
-    same = [Yielded(again.number, again.attempt, metadata={"b": 2, "a": 1})]
-    assert client.yield_tasks(same, key="d") == 1
-    other = client.on("other")
-    other.create()
-    assert other.cancel(["nobody"], key="a") == 0  # a key belongs to its queue
-
-
-def test_a_refused_request_may_be_repeated_under_its_key(place: Place) -> None:
-    place.client.submit([Task("one")])
-    lease = place.lease()
-    place.client.release([lease])
-    with pytest.raises(Stale):
-        place.client.fail(lease, "broken", key="a")
-    place.lease()
-    assert place.client.cancel(["one"], key="a") == 1
-
-
-def test_many_tasks_do_not_make_a_key_forgotten(place: Place) -> None:
-    place.client.submit([Task("one"), Task("two")])
-    first = place.client.acquire("worker", key="a")
-    place.client.submit([Task(f"task {n}") for n in range(100_001)], key="b")
-    assert place.client.acquire("worker", key="a") == first
-
-
-def test_the_oldest_keys_are_forgotten_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spillover.queue.coordinator.REMEMBERED", 3)
-    place.client.submit([Task(f"task {n}") for n in range(5)])
-    first = [place.client.acquire("worker", key=str(n)) for n in range(4)]
-    assert [place.client.acquire("worker", key=str(n)) for n in (1, 2, 3)] == first[1:]
-    assert place.client.acquire("worker", key="0") != first[0]
 
 
 def test_positions_have_no_gaps_whatever_fails(place: Place) -> None:

@@ -14,6 +14,7 @@ from serving import Options, Server, free_port
 from spillover.errors import (
     Collected,
     Conflict,
+    Full,
     InputError,
     NotAllowed,
     SpillError,
@@ -162,6 +163,7 @@ def test_a_refusal_is_the_same_everywhere(client: Client, pool: Pool) -> None:
     client.ack("trainer", [receipt.position])
     client.retire("old")
     client.cancel(["none"], key="key")
+    client.limit(unfinished=1)
     gone = Ref(publish(pool, "x").pool, 12345 << 24, 64, 128, 1)
     refusals: list[tuple[type[SpillError], str, Callable[[], object]]] = [
         (
@@ -175,13 +177,14 @@ def test_a_refusal_is_the_same_everywhere(client: Client, pool: Pool) -> None:
             "attempt 1 at task 'two' is not current: the task is completed",
             lambda: client.fail(lease, "x"),
         ),
+        (Full, "has 1 unfinished tasks and may have 1", lambda: client.submit([Task("three")])),
         (Superseded, "worker 'old' was retired", lambda: client.acquire("old")),
         (InputError, "acquire asks for 0 tasks", lambda: client.acquire("me", 0)),
         (InputError, "there is no queue 'nowhere'", lambda: client.on("nowhere").stats()),
         (InputError, "there is no queue 'nowhere'", lambda: client.on("nowhere").seal()),
         (NotAllowed, "there is a queue", lambda: (client.snapshot("c"), client.fork("c", client.queue))),
         (Collected, "the result at position 0 was acknowledged", lambda: client.rewind("trainer", 0)),
-        (Collected, "", lambda: client.submit([Task("three", input=gone)])),
+        (Collected, "", lambda: (client.limit(), client.submit([Task("three", input=gone)]))),
     ]
     for kind, words, call in refusals:
         with pytest.raises(SpillError) as caught:

@@ -12,7 +12,7 @@ import typer
 
 from spillover.cli import pool_lines as lines
 from spillover.cli.answers import answer
-from spillover.cli.progress import progress
+from spillover.cli.progress import counting, progress, steps
 from spillover.errors import InputError, LockContended
 
 if TYPE_CHECKING:
@@ -91,8 +91,12 @@ def gc(
     json: Json = False,
 ) -> int:
     """Delete the packs that nobody owns anything in, and that no reader has open."""
-    with _opened(pool) as opened, _owning(opened) as owners:
-        found = owners.collect(dry_run=dry_run)
+    with (
+        _opened(pool) as opened,
+        _owning(opened) as owners,
+        steps("look", "deleted, durably", silent=json) as (looked, deleting),
+    ):
+        found = owners.collect(dry_run=dry_run, looked=looked, deleting=deleting)
     answer(found, json, lambda: lines.of_collection(found, dry_run))
     return 1 if found.damaged else 0
 
@@ -175,7 +179,12 @@ def qualify(
     """Try whether two mounts of one filesystem keep what a pool needs, and declare what they proved."""
     from spillover.pool import qualify as trial
 
-    found = trial.qualify(folder, peer)
+    with counting("qualify", "checks", silent=json) as report:
+        found = trial.qualify(
+            folder,
+            peer,
+            progress=lambda done, total, now: report(len(done), total, lines.of_trial(done, now)),
+        )
     answer(found, json, lambda: lines.of_qualification(found, out))
     if not found.passed:
         return 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spillover.pool import Collection, Compaction, Transfer, Verification
     from spillover.pool.listing import Figures, OwnerListing, PublicationListing, RecordListing
-    from spillover.pool.qualify import Qualification
+    from spillover.pool.qualify import Check, Qualification
 
 WIDTH = 50
 """Characters of the bar."""
@@ -140,6 +140,13 @@ def of_limit(path: Path, wanted: int | None, used: int) -> Iterator[str]:
     yield f"{path}: at most {shown_size(wanted)}"
     if used > wanted:
         yield f"it holds {shown_size(used)} already, so nothing can be published until some is collected"
+
+
+def of_trial(done: Sequence[Check], now: str) -> str:
+    """What is being tried, and how the last check ended."""
+    last = done[-1] if done else None
+    ended = f"{last.name} {'holds' if last.passed else 'FAILED'} ({last.seconds:.1f} s)" if last else ""
+    return "; ".join(part for part in (f"now: {now}" if now else "", ended) if part)
 
 
 def of_qualification(found: Qualification, out: Path | None) -> Iterator[str]:

@@ -16,7 +16,7 @@ import typer
 
 from spillover.cli import queue_lines as lines
 from spillover.cli.answers import answer
-from spillover.cli.progress import progress
+from spillover.cli.progress import counting
 from spillover.errors import InputError, LockContended
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ __all__ = ["app"]
 
 LEASE = 300.0
 """Seconds of a lease, where nothing else is said; as in `spillover.queue`."""
+KEEP = 0
+"""A bound that stays as it is."""
 Target = Annotated[str, typer.Argument(metavar="POOL|URL", help="The pool's folder, or http://HOST:PORT.")]
 Queue = Annotated[str, typer.Option("--queue", metavar="NAME", help="Which queue.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
@@ -55,20 +57,35 @@ def serve(
     gc: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Collect and compact the pool this often.")
     ] = None,
+    max_unfinished: Annotated[
+        str | None, typer.Option(metavar="N|none", help="Most tasks pending or leased in these queues.")
+    ] = None,
+    max_undelivered: Annotated[
+        str | None, typer.Option(metavar="N|none", help="Most results that no consumer acknowledged yet.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(metavar="N", help="Most calls that may wait.")] = 1024,
 ) -> None:
     """Coordinate the queues of a pool over HTTP, until SIGTERM."""
+    bounds = (_bound("--max-unfinished", max_unfinished), _bound("--max-undelivered", max_undelivered))
+    if max_waiting < 1:
+        raise InputError(f"--max-waiting {max_waiting} lets nobody in", hint="--max-waiting 1024")
     with contextlib.suppress(ImportError):
         import uvicorn  # noqa: F401
     if "uvicorn" not in sys.modules:
         raise InputError("serving needs two more packages", hint='pip install "spillover[serve]"')
     if host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get("SPILL_QUEUE_TOKEN"):
         raise InputError(f"{host} is open to others", hint="set SPILL_QUEUE_TOKEN first")
-    from spillover.queue.messages import Create
+    from spillover.queue import Client
     from spillover.queue.server import serve as run
 
-    with _coordinating(pool, lease, standby=standby) as coordinator, _collecting(coordinator, gc):
+    with (
+        _coordinating(pool, lease, standby=standby, max_waiting=max_waiting) as coordinator,
+        _collecting(coordinator, gc),
+    ):
         for name in queue or ["default"]:
-            coordinator.call(Create(queue=name))
+            client = Client(coordinator, name)
+            client.create()
+            _limit(client, *bounds)
         generation = coordinator.owners.generation
         run(
             coordinator,
@@ -118,6 +135,28 @@ def show(
             f"queue {queue!r} has no task {task!r}", hint=f"spill queue ls {target} --queue {queue}"
         )
     answer(found, json, lambda: lines.of_task(found))
+
+
+@app.command()
+def limit(
+    target: Target,
+    queue: Queue = "default",
+    unfinished: Annotated[
+        str | None, typer.Option(metavar="N|none", help="Most tasks pending or leased.")
+    ] = None,
+    undelivered: Annotated[
+        str | None, typer.Option(metavar="N|none", help="Most results that no consumer acknowledged yet.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Bound how much a queue may hold. Submissions beyond it are refused, or no more tasks handed out."""
+    bounds = (_bound("--unfinished", unfinished), _bound("--undelivered", undelivered))
+    if bounds == (KEEP, KEEP):
+        raise InputError("say which bound", hint="spill queue limit --help")
+    with _client(target, queue) as client:
+        _limit(client, *bounds)
+        found = client.stats()
+    answer(found, json, lambda: lines.of_stats(found))
 
 
 @app.command()
@@ -181,8 +220,11 @@ def verify(
     """Check that the tables of all queues agree and every payload is there. Exits 1 if not."""
     from spillover.queue.audit import audit
 
-    with _coordinating(pool, LEASE, create=False) as coordinator, progress("verify", silent=json) as report:
-        found = audit(coordinator, report)
+    with (
+        _coordinating(pool, LEASE, create=False) as coordinator,
+        counting("verify", "payloads", silent=json) as report,
+    ):
+        found = audit(coordinator, lambda done, total: report(done, total, ""))
     answer(found, json, lambda: lines.of_audit(found))
     return 1 if found.problems else 0
 
@@ -224,6 +266,32 @@ def _everything(client: Client) -> Iterator[tuple[str, Any]]:
         start = receipts[-1].position + 1
 
 
+def _bound(option: str, text: str | None) -> int | None:
+    """A bound as it was typed; None for none, `KEEP` where nothing was.
+
+    Raises:
+        InputError: it is no bound.
+    """
+    if text is None:
+        return KEEP
+    if text.lower() == "none":
+        return None
+    if not text.isdecimal() or not 0 < int(text) < 1 << 63:
+        raise InputError(f"{option} {text} is no bound", hint=f"{option} 10000, or {option} none")
+    return int(text)
+
+
+def _limit(client: Client, unfinished: int | None, undelivered: int | None) -> None:
+    """Set the bounds of a queue that are not to be kept."""
+    now = client.stats()
+    wanted = (
+        now.max_unfinished if unfinished == KEEP else unfinished,
+        now.max_undelivered if undelivered == KEEP else undelivered,
+    )
+    if wanted != (now.max_unfinished, now.max_undelivered):
+        client.limit(unfinished=wanted[0], undelivered=wanted[1])
+
+
 @contextlib.contextmanager
 def _client(target: str, queue: str) -> Iterator[Client]:
     """A client of a served queue, or of a pool that nobody serves at the moment."""
@@ -239,7 +307,7 @@ def _client(target: str, queue: str) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def _coordinating(
-    path: Path, lease: float, *, standby: bool = False, create: bool = True
+    path: Path, lease: float, *, standby: bool = False, create: bool = True, max_waiting: int = 1024
 ) -> Iterator[Coordinator]:
     from spillover.pool import Pool
     from spillover.queue import Coordinator
@@ -248,10 +316,10 @@ def _coordinating(
         if standby:
             from spillover.queue.standby import standby as wait
 
-            coordinator = wait(pool, lease_seconds=lease)
+            coordinator = wait(pool, lease_seconds=lease, max_waiting=max_waiting)
         else:
             try:
-                coordinator = Coordinator(pool, lease_seconds=lease)
+                coordinator = Coordinator(pool, lease_seconds=lease, max_waiting=max_waiting)
             except LockContended as error:
                 raise LockContended(
                     str(error), hint="name its address, http://HOST:PORT, or wait with serve --standby"

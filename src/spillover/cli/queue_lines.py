@@ -23,7 +23,15 @@ def of_stats(found: Stats) -> Iterator[str]:
     draining = ", draining" if found.draining else ""
     yield f"queue {found.queue}: {state}{draining}, generation {found.generation}"
     yield from _bar(found)
-    yield f"accepted positions: {found.positions:,}"
+    yield f"accepted positions: {found.positions:,}, {found.undelivered:,} of them undelivered"
+    if found.max_unfinished is not None:
+        unfinished = found.pending + found.leased
+        state = ": full, submissions wait" if unfinished >= found.max_unfinished else ""
+        yield f"unfinished {unfinished:,} of at most {found.max_unfinished:,}{state}"
+    if found.max_undelivered is not None:
+        held = found.undelivered + found.leased
+        state = ": full, workers wait" if held >= found.max_undelivered else ""
+        yield f"undelivered or leased {held:,} of at most {found.max_undelivered:,}{state}"
     if found.end:
         yield "all done"
 

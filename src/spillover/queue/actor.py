@@ -12,11 +12,13 @@ from typing import Any
 from spillover.errors import EngineError
 from spillover.pool import Pool
 from spillover.queue.coordinator import LEASE_SECONDS, Coordinator
+from spillover.queue.inbox import MAX_WAITING
 from spillover.queue.transport import answer_wire
 
 __all__ = ["start"]
 
 CONCURRENT = 64
+"""Calls that are worked on at once; they share commits."""
 
 
 class Host:
@@ -63,6 +65,7 @@ def start(
         get_if_exists=True,
         num_cpus=0,
         max_concurrency=CONCURRENT,
+        max_pending_calls=MAX_WAITING,
         max_restarts=restarts,
     )
     return actor.remote(str(Path(pool).absolute()), lease_seconds)

@@ -9,7 +9,7 @@ import msgspec
 
 from spillover.errors import SpillError
 from spillover.pool import Reader, Ref
-from spillover.queue.change import QueueState
+from spillover.queue.change import QueueState, queue_rows
 from spillover.queue.checkpoints import OWNED
 from spillover.queue.coordinator import Coordinator
 from spillover.queue.schema import STATUS, owner
@@ -47,10 +47,7 @@ def audit(coordinator: Coordinator, progress: Callable[[int, int], None] = lambd
         problems += [
             f"database: {line}" for (line,) in cursor.execute("PRAGMA integrity_check") if line != "ok"
         ]
-        rows = cursor.execute(
-            f"SELECT id, name, sealed, positions, {', '.join(STATUS)} FROM queues"
-        ).fetchall()
-        queues = [QueueState(row[0], row[1], bool(row[2]), row[3], [*row[4:]]) for row in rows]
+        queues = queue_rows(cursor, "TRUE")
         for queue in queues:
             problems += [f"queue {queue.name!r}: {line}" for line in _tables(cursor, queue)]
         ((tasks,),) = cursor.execute("SELECT COUNT(*) FROM tasks").fetchall()
@@ -84,6 +81,10 @@ def _tables(cursor: sqlite3.Cursor, queue: QueueState) -> Iterator[str]:
     count, first, last = cursor.execute(query, (queue.id,)).fetchone()
     if count and last >= queue.positions:  # holes are fine: a restored or trimmed log has them
         yield f"positions {first} to {last} hold {count} results, but the next one is {queue.positions}"
+    query = "SELECT COUNT(*) FROM accepted WHERE queue = ? AND held = 1"
+    ((held,),) = cursor.execute(query, (queue.id,)).fetchall()
+    if held != queue.undelivered:
+        yield f"{held} results are not delivered, the count says {queue.undelivered}"
     query = (
         "SELECT COUNT(*) FROM tasks LEFT JOIN accepted AS a ON a.queue = tasks.queue "
         "AND a.position = tasks.position AND a.task = tasks.id "

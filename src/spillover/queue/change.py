@@ -13,18 +13,28 @@ from spillover.pool.ledger import Ledger
 from spillover.queue.leases import Held, Leases
 from spillover.queue.schema import STATUS
 
-__all__ = ["Change", "Memory", "QueueState"]
+__all__ = ["Change", "Memory", "QueueState", "queue_rows"]
 
 
 @dataclass(slots=True)
 class QueueState:
-    """A queue's row. Counts are by status, in the order of `STATUS`."""
+    """A queue's row.
+
+    Attributes:
+        counts: tasks by status, in the order of `STATUS`.
+        undelivered: accepted results that some consumer has still to acknowledge.
+        max_unfinished: see `spillover.queue.bounds`; None for no bound.
+        max_undelivered: likewise.
+    """
 
     id: int
     name: str
     sealed: bool
     positions: int
     counts: list[int]
+    undelivered: int = 0
+    max_unfinished: int | None = None
+    max_undelivered: int | None = None
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Memory:
         draining: names of queues that hand out nothing for now.
         lease_seconds: how long a lease lasts.
         generation: of the coordinator, its fencing token.
+        answered: bytes of all keyed answers that there ever were, forgotten ones too; it only grows.
     """
 
     lease_seconds: float
@@ -46,6 +57,7 @@ class Memory:
     leases: Leases = field(default_factory=Leases)
     next_number: int = 1
     draining: set[str] = field(default_factory=set)
+    answered: int = 0
 
     def queue(self, name: str) -> QueueState:
         """A queue by its name.
@@ -63,11 +75,8 @@ class Memory:
         """Read it from the database; every lease gets its full time from ``now`` on."""
         self.queues.clear()
         self.leases = Leases()
-        columns = ", ".join(STATUS)
-        for number, name, sealed, positions, *counts in cursor.execute(
-            f"SELECT id, name, sealed, positions, {columns} FROM queues WHERE kind = 'live'"
-        ).fetchall():
-            self.queues[name] = QueueState(number, name, bool(sealed), positions, counts)
+        for queue in queue_rows(cursor, "kind = 'live'"):
+            self.queues[queue.name], number = queue, queue.id
             query = "SELECT id, attempt, queue, key, worker, input FROM tasks WHERE queue = ? AND status = 1"
             rows = cursor.execute(query, (number,)).fetchall()
             helds = [
@@ -78,9 +87,30 @@ class Memory:
         found = [cursor.execute(f"SELECT MAX(id) FROM {table}").fetchone()[0] or 0 for table in NUMBERED]
         ((given,),) = cursor.execute("SELECT COALESCE(MAX(numbers), 0) FROM queues").fetchall()
         self.next_number = max(self.next_number, given, max(found) + 1)
+        query = (
+            "SELECT start + LENGTH(digest) + LENGTH(answer) + LENGTH(CAST(key AS BLOB)) FROM answers "
+            "ORDER BY id DESC LIMIT 1"
+        )
+        last = cursor.execute(query).fetchone()
+        self.answered = max(self.answered, last[0] if last else 0)
 
 
 NUMBERED = ("tasks", "consumers", "batches", "queues")
+
+
+def queue_rows(cursor: sqlite3.Cursor, where: str, *values: object) -> list[QueueState]:
+    """The rows of queues for which a condition in SQL holds."""
+    columns = ", ".join(STATUS)
+    query = (
+        f"SELECT undelivered, max_unfinished, max_undelivered, id, name, sealed, positions, {columns} "
+        f"FROM queues WHERE {where}"
+    )
+    return [
+        QueueState(number, name, bool(sealed), positions, counts, undelivered, unfinished, most)
+        for undelivered, unfinished, most, number, name, sealed, positions, *counts in cursor.execute(
+            query, values
+        ).fetchall()
+    ]
 
 
 class Change:
@@ -135,7 +165,8 @@ class Change:
         before = replace(queue, counts=[*queue.counts])
 
         def restore() -> None:
-            queue.sealed, queue.positions, queue.counts = before.sealed, before.positions, before.counts
+            for slot in QueueState.__slots__:
+                setattr(queue, slot, getattr(before, slot))
 
         self._undo.append(restore)
         self._dirty[f"live:{name}"] = queue
@@ -180,9 +211,19 @@ class Change:
         """Write the rows of changed queues."""
         columns = ", ".join(f"{status} = ?" for status in STATUS)
         self.cursor.executemany(
-            f"UPDATE queues SET sealed = ?, positions = ?, {columns}, numbers = ? WHERE id = ?",
+            f"UPDATE queues SET sealed = ?, positions = ?, {columns}, undelivered = ?, max_unfinished = ?, "
+            "max_undelivered = ?, numbers = ? WHERE id = ?",
             [
-                (queue.sealed, queue.positions, *queue.counts, self.memory.next_number, queue.id)
+                (
+                    queue.sealed,
+                    queue.positions,
+                    *queue.counts,
+                    queue.undelivered,
+                    queue.max_unfinished,
+                    queue.max_undelivered,
+                    self.memory.next_number,
+                    queue.id,
+                )
                 for queue in self._dirty.values()
             ],
         )

@@ -12,7 +12,7 @@ import sqlite3
 from spillover.errors import InputError, NotAllowed
 from spillover.pool import Ref
 from spillover.queue import messages as m
-from spillover.queue.change import Change, QueueState
+from spillover.queue.change import Change, QueueState, queue_rows
 from spillover.queue.schema import COMPLETED, DEAD, PENDING, Kind, owner
 
 __all__ = ["OWNED", "drop", "fork", "restore", "snapshot", "trim"]
@@ -68,7 +68,7 @@ def snapshot(change: Change, call: m.Snapshot) -> m.CheckpointInfo:
         raise NotAllowed(f"there is a checkpoint {call.checkpoint!r}", hint="choose another name, or drop it")
     target = change.add_queue(call.checkpoint, "checkpoint", call.queue)
     _copy(change, source.id, target)
-    target.positions, target.sealed = source.positions, source.sealed
+    _continue(target, source)
     return m.CheckpointInfo(
         call.checkpoint, call.queue, target.counts[PENDING] + target.counts[DEAD], target.counts[COMPLETED]
     )
@@ -81,27 +81,27 @@ def fork(change: Change, call: m.Fork) -> None:
         NotAllowed: there is a queue of that name.
         InputError: there is no such checkpoint.
     """
-    source, positions, sealed = _require(change.cursor, call.checkpoint)
+    source = _require(change.cursor, call.checkpoint)
     if call.queue in change.memory.queues:
         raise NotAllowed(f"there is a queue {call.queue!r}", hint="fork into a new name, or restore")
     target = change.add_queue(call.queue, "live", call.checkpoint)
-    _copy(change, source, target)
-    target.positions, target.sealed = positions, sealed
+    _copy(change, source.id, target)
+    _continue(target, source)
 
 
 def restore(change: Change, call: m.Restore) -> None:
-    """Set a queue back to a checkpoint; what happened since then is gone.
+    """Set a queue back to a checkpoint; what happened since then is gone. Its bounds stay as they are.
 
     Raises:
         InputError: there is no such checkpoint.
     """
-    source, positions, sealed = _require(change.cursor, call.checkpoint)
+    source = _require(change.cursor, call.checkpoint)
     target = change.changing(call.queue)
     change.unlease([held.number for held in change.memory.leases.all() if held.queue == target.id])
     _clear(change, target.id)
     target.counts = [0] * len(target.counts)
-    _copy(change, source, target)
-    target.positions, target.sealed = positions, sealed
+    _copy(change, source.id, target)
+    target.positions, target.sealed = source.positions, source.sealed
 
 
 def drop(change: Change, call: m.DropCheckpoint) -> bool:
@@ -110,9 +110,9 @@ def drop(change: Change, call: m.DropCheckpoint) -> bool:
     found = _find(change.cursor, call.checkpoint)
     if found is None:
         return False
-    _clear(change, found[0])
-    change.cursor.execute("DELETE FROM retired WHERE queue = ?", (found[0],))
-    change.cursor.execute("DELETE FROM queues WHERE id = ?", (found[0],))
+    _clear(change, found.id)
+    change.cursor.execute("DELETE FROM retired WHERE queue = ?", (found.id,))
+    change.cursor.execute("DELETE FROM queues WHERE id = ?", (found.id,))
     return True
 
 
@@ -134,7 +134,7 @@ def _copy(change: Change, source: int, target: QueueState) -> None:
     for table, statement in (("tasks", _TASKS), ("consumers", _CONSUMERS), ("batches", _BATCHES)):
         ((count,),) = cursor.execute(f"SELECT COUNT(*) FROM {table} WHERE queue = ?", (source,)).fetchall()
         cursor.execute(statement, ends | {"first": change.numbers(count + 1)})
-    cursor.execute(_ACCEPTED, ends)
+    target.undelivered = cursor.execute(_ACCEPTED, ends).rowcount
     cursor.execute(_ACKS, ends)
     cursor.execute(
         "INSERT INTO producers SELECT :target, name, cursor FROM producers WHERE queue = :source", ends
@@ -162,14 +162,19 @@ def _clear(change: Change, queue: int) -> None:
         cursor.execute(f"DELETE FROM {table} WHERE queue = ?", (queue,))
 
 
-def _find(cursor: sqlite3.Cursor, checkpoint: str) -> tuple[int, int, bool] | None:
-    query = "SELECT id, positions, sealed FROM queues WHERE kind = 'checkpoint' AND name = ?"
-    row = cursor.execute(query, (checkpoint,)).fetchone()
-    return None if row is None else (row[0], row[1], bool(row[2]))
+def _continue(target: QueueState, source: QueueState) -> None:
+    """Let a queue go on with the settings of another."""
+    target.positions, target.sealed = source.positions, source.sealed
+    target.max_unfinished, target.max_undelivered = source.max_unfinished, source.max_undelivered
 
 
-def _require(cursor: sqlite3.Cursor, checkpoint: str) -> tuple[int, int, bool]:
-    """Number, positions and seal of a checkpoint."""
+def _find(cursor: sqlite3.Cursor, checkpoint: str) -> QueueState | None:
+    found = queue_rows(cursor, "kind = 'checkpoint' AND name = ?", checkpoint)
+    return found[0] if found else None
+
+
+def _require(cursor: sqlite3.Cursor, checkpoint: str) -> QueueState:
+    """A checkpoint's row."""
     if (found := _find(cursor, checkpoint)) is None:
         raise InputError(f"there is no checkpoint {checkpoint!r}")
     return found

@@ -6,12 +6,12 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from spillover.errors import InputError, Unknown
+from spillover.errors import Busy, Full, InputError, Unknown
 from spillover.pool import Ref
 from spillover.pool.writer import settle
 from spillover.queue import messages as m
@@ -78,15 +78,27 @@ class Client:
         producer: str | None = None,
         cursor: Any = None,
         key: str | None = None,
+        wait: float = 0.0,
     ) -> Submitted:
         """Add tasks; move the producer's cursor in the same transaction. Again with the same content is fine.
+
+        Args:
+            wait: most seconds to wait for room in a queue that is full.
 
         Raises:
             Conflict: a task of that id was submitted with other content; nothing was added.
             NotAllowed: the queue is sealed.
+            Full: the queue has no room for them; nothing was added.
         """
         call = m.Submit(queue=self.queue, key=key, tasks=[*tasks], producer=producer, cursor=cursor)
-        answer: Submitted = self._call(call)
+        turns = _turns(wait)
+        while True:
+            try:
+                answer: Submitted = self._call(call)
+                break
+            except Full:
+                if not next(turns):
+                    raise
         settle(task.input for task in tasks)
         return answer
 
@@ -99,19 +111,25 @@ class Client:
         prefix: str = "",
         tasks: Sequence[str] | None = None,
         key: str | None = None,
+        wait: float = 0.0,
     ) -> Acquired:
         """Lease up to ``limit`` tasks in the queue's order: stage, then rank, then first in, first out.
+
+        Args:
+            wait: most seconds to wait for the first of them, unless nothing will come any more.
 
         Raises:
             Superseded: the worker was retired.
         """
         only = None if tasks is None else [*tasks]
-        answer: Acquired = self._call(
-            m.Acquire(
-                queue=self.queue, key=key, worker=worker, limit=limit, lane=lane, prefix=prefix, tasks=only
-            )
+        call = m.Acquire(
+            queue=self.queue, key=key, worker=worker, limit=limit, lane=lane, prefix=prefix, tasks=only
         )
-        return answer
+        turns = _turns(wait)
+        while True:
+            answer: Acquired = self._call(call)
+            if answer.leases or answer.status == "end" or not next(turns):
+                return answer
 
     def renew(self, leases: Iterable[Lease]) -> list[bool]:
         """Extend leases by their full time; says for each whether it is still held."""
@@ -166,6 +184,16 @@ class Client:
         """Make dead tasks pending again; returns how many there were."""
         answer: int = self._call(m.Retry(queue=self.queue, key=key, tasks=[*tasks]))
         return answer
+
+    def limit(self, *, unfinished: int | None = None, undelivered: int | None = None) -> None:
+        """Bound how much the queue may hold, for ever or until the next call of this; None for no bound.
+
+        Args:
+            unfinished: most tasks pending or leased. `submit` is refused with `Full` beyond it.
+            undelivered: most results that a consumer has still to acknowledge, leases counted with them.
+                `acquire` gets nothing beyond it, and says ``backpressured``. Let it be more than a batch.
+        """
+        self._call(m.Limit(queue=self.queue, unfinished=unfinished, undelivered=undelivered))
 
     def seal(self) -> None:
         """Take no more tasks, for ever."""
@@ -330,25 +358,35 @@ class Client:
         self.close()
 
     def _call(self, call: m.Call) -> Any:
-        """Send a call until it is answered, or the time is up."""
+        """Send a call until it is answered, or the time is up. A coordinator that is busy is asked again."""
         if call.key is None and self._lossy and not _natural(call):
             call = msgspec.structs.replace(call, key=f"{self._name}:{next(self._count)}")
-        end, pause = time.monotonic() + self.timeout, 0.02
+        end, turns = time.monotonic() + self.timeout, _turns(self.timeout)
         while True:
             left = end - time.monotonic()
             transport = self._transports[self._used % len(self._transports)]
             try:
                 return transport.call(call, max(0.05, min(left, TRY)))
-            except Unknown as error:
-                if not transport.lossy or time.monotonic() + pause > end:
-                    raise Unknown(f"{error}; given up after {self.timeout:g} s") from None
-            self._used += 1
-            time.sleep(pause * (0.5 + random.random()))
-            pause = min(1.0, pause * 2)
+            except (Busy, Unknown) as error:
+                unheard = isinstance(error, Unknown)
+                if (unheard and not transport.lossy) or not next(turns):
+                    raise type(error)(f"{error}; given up after {self.timeout:g} s") from None
+            self._used += unheard
 
     @property
     def _lossy(self) -> bool:
         return any(transport.lossy for transport in self._transports)
+
+
+def _turns(seconds: float) -> Iterator[bool]:
+    """Sleep ever longer, but not beyond ``seconds`` in all; each time say whether to try again."""
+    end, pause = time.monotonic() + seconds, 0.02
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, pause * (0.5 + random.random())))
+        yield True
+        pause = min(1.0, pause * 2)
+    while True:
+        yield False
 
 
 def _natural(call: m.Call) -> bool:

@@ -1,12 +1,17 @@
 """A connection of `spillover.queue.server` that nobody keeps open for nothing.
 
-uvicorn waits for ever for the first request of a connection, for the rest of a request's head, and for the
-end of a body that was refused before it came. Here each of these has a time.
+uvicorn waits for ever for the first request of a connection, for the rest of a request's head, for the end of
+a body that was refused before it came, and for a client to take an answer. Here each of these has a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["QUIET_SECONDS", "Connection"]
 
 QUIET_SECONDS = 75.0
-"""How long a connection stays open while no request of it is being answered."""
+"""How long a connection stays open while no request is being answered, and nothing of an answer taken."""
 
 
 class Connection(H11Protocol):
@@ -44,8 +49,30 @@ class Connection(H11Protocol):
         """Let the time run while no request is being answered, whatever arrives meanwhile."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
-        elif self._quiet is None and not self.transport.is_closing():
-            self._quiet = self.loop.call_later(QUIET_SECONDS, self.transport.close)
+        elif self._quiet is None and ((left := self._untaken()) or not self.transport.is_closing()):
+            self._quiet = self.loop.call_later(QUIET_SECONDS, self._end, left)
+
+    def _end(self, left: int) -> None:
+        """Close the connection, unless some of the ``left`` bytes of an answer were taken meanwhile."""
+        self._quiet = None
+        now = self._untaken()
+        if 0 < now < left:
+            self._watch()
+        elif now:  # closing would wait until the client has taken the rest, here and then in the kernel
+            with contextlib.suppress(OSError):
+                connection = self.transport.get_extra_info("socket")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _untaken(self) -> int:
+        """Bytes of answers that the client has not taken: ours, and those that the kernel holds."""
+        held = struct.pack("i", 0)
+        with contextlib.suppress(OSError, ValueError):  # not every system says, and it may be closed
+            held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        (kernel,) = struct.unpack("i", held)
+        return int(self.transport.get_write_buffer_size() + kernel)
 
     def _stop(self) -> None:
         if self._quiet is not None:

@@ -289,7 +289,7 @@ def _let_go(change: Change, queue: QueueState, positions: list[int]) -> None:
         "AND NOT EXISTS(SELECT 1 FROM acks WHERE consumer = consumers.id AND acks.position = a.position))"
     )
     rows: list[tuple[int, bytes | None, int]] = []
-    for position in positions:
+    for position in dict.fromkeys(positions):
         if (row := cursor.execute(query, (queue.id, position)).fetchone()) is not None:
             rows.append((*row, position))
     owned = [
@@ -300,6 +300,8 @@ def _let_go(change: Change, queue: QueueState, positions: list[int]) -> None:
         "UPDATE accepted SET held = 0 WHERE queue = ? AND position = ?",
         [(queue.id, position) for *_, position in rows],
     )
+    if rows:
+        change.changing(queue.name).undelivered -= len(rows)
 
 
 def _let_payloads_go(change: Change, consumer: int) -> None:

@@ -23,24 +23,28 @@ from typing import Any
 import msgspec
 import xxhash
 
-from spillover.errors import Conflict, InputError, Superseded
+from spillover.errors import Conflict, InputError, StoreFull
 from spillover.pool import Owners, Pool
 from spillover.pool.group import Group
-from spillover.queue import checkpoints, consumers, tasks, views
+from spillover.queue import bounds, checkpoints, consumers, tasks, views
 from spillover.queue import messages as m
 from spillover.queue.change import Change, Memory
-from spillover.queue.schema import SCHEMA
+from spillover.queue.inbox import MAX_WAITING, MAX_WAITING_BYTES, Inbox
+from spillover.queue.proof import Proof
+from spillover.queue.schema import make_tables
 from spillover.queue.tasks import encoded
-from spillover.state import control
-from spillover.state.ownership import CONTROL
 from spillover.store import LocalStore
 
 __all__ = ["LEASE_SECONDS", "Coordinator"]
 
 LEASE_SECONDS = 300.0
 REMEMBERED = 100_000
-"""How many keyed answers are kept; the oldest go first."""
+"""How many keyed answers are kept at most; the oldest go first."""
+REMEMBERED_BYTES = 256 << 20
+"""How many bytes these have at most, keys and answers together; the newest is kept in any case."""
 GROUP = 4096
+PATIENCE = 0.1
+"""How long a group waits for the clients that were just answered, as a share of what a commit takes."""
 NO_QUEUE = 0
 """Under which the answers to calls that make a queue are kept: it is not there when they come."""
 Handler = Callable[[Change, Any], Any]
@@ -62,6 +66,7 @@ HANDLERS: dict[type[m.Call], tuple[Handler, Any]] = {
     m.Fail: (tasks.fail, int),
     m.Cancel: (tasks.cancel, int),
     m.Retry: (tasks.retry, int),
+    m.Limit: (bounds.limit, None),
     m.Seal: (tasks.seal, None),
     m.Retire: (tasks.retire, int),
     m.OpenConsumer: (consumers.open_consumer, m.Consumer),
@@ -114,9 +119,15 @@ class Coordinator:
         lease_seconds: how long a lease lasts without a renewal.
         takeover: do not ask whether the former owner is dead; it is fenced off in any case.
         clock: monotonic seconds; tests bring their own.
+        max_waiting: most calls of clients that may wait; see `spillover.queue.inbox`.
+        max_waiting_bytes: most bytes of them.
+
+    Attributes:
+        inbox: where transports enter the calls of clients.
 
     Raises:
         LockContended: another live process coordinates this pool.
+        Mismatch: the tables are those of another version.
     """
 
     def __init__(
@@ -126,20 +137,21 @@ class Coordinator:
         lease_seconds: float = LEASE_SECONDS,
         takeover: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
+        self.inbox = Inbox(max_waiting, max_waiting_bytes)
         self.owners: Owners = pool.owners(takeover=takeover)
         self._catalogue = self.owners.catalogue
-        self._control = LocalStore(pool.path / "owner", pool.folder.disk)
-        self._seen = b""
+        self._proof = Proof(LocalStore(pool.path / "owner", pool.folder.disk), self.owners.generation)
         self._clock = clock
         self.counters = Counters()
         self._memory = Memory(lease_seconds, self.owners.generation)
         self._unsure = True
-        self._group: Group[m.Call, Any] = Group(self._commit, lambda call: 1, GROUP)
+        self._group: Group[m.Call, Any] = Group(self._commit, lambda call: 1, GROUP, PATIENCE)
         try:
             with self._catalogue.changing() as cursor:
-                for statement in SCHEMA.split(";"):
-                    cursor.execute(statement)
+                make_tables(cursor)
                 self._remember(cursor)
         except BaseException:
             self.close()
@@ -152,6 +164,7 @@ class Coordinator:
             SpillError: the call was refused, and changed nothing.
         """
         if (view := VIEWS.get(type(call))) is not None:
+            self._end_overdue()
             with self._catalogue.reading() as cursor, _fitting(call):
                 self._remember(cursor)
                 found = view[0](cursor, self._memory, self._memory.queue(call.queue), call)
@@ -177,14 +190,7 @@ class Coordinator:
             StoreError: it cannot be read.
         """
         self.owners.check()
-        data = self._control.read(CONTROL).data
-        if data == self._seen:
-            return
-        document = control.decode(data, f"{self._control.uri}/{CONTROL}")
-        if document.status != "running" or document.generation != self.owners.generation:
-            mine, now = self.owners.generation, document.generation
-            raise Superseded(f"generation {mine} lost the queues: generation {now} has them")
-        self._seen = data
+        self._proof.check()
 
     def drain(self, queue: str, *, draining: bool = True) -> None:
         """Hand out no more tasks of a queue until told otherwise, or until the coordinator restarts."""
@@ -193,6 +199,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Stop coordinating; leases stay as they are."""
+        self._proof.close()
         with contextlib.suppress(OSError):  # of a mount that is away: its lock is gone with it
             self.owners.close()
 
@@ -225,6 +232,15 @@ class Coordinator:
             outcome = type(answer).__name__ if isinstance(answer, BaseException) else "ok"
             self.counters.calls[type(call).__name__, outcome] += 1
         return answers
+
+    def _end_overdue(self) -> None:
+        """End leases that ran out, so that nobody sees one that is over.
+
+        A full disk keeps them, and does not keep anybody from looking.
+        """
+        if self._memory.leases.due(self._clock()):
+            with contextlib.suppress(StoreFull):
+                self._commit([])
 
     def _remember(self, cursor: sqlite3.Cursor) -> None:
         """Read the memory from the database again, if it may not be what was committed."""
@@ -259,12 +275,22 @@ class Coordinator:
         answer = handler(change, call)
         if isinstance(answer, m.Acquired) and not answer.leases:
             return answer  # nothing happened: a worker that asks again and again writes nothing
+        kept, memory = msgspec.msgpack.encode(answer), change.memory
         cursor.execute(
-            "INSERT INTO answers(queue, key, digest, answer) VALUES(?, ?, ?, ?)",
-            (queue, call.key, digest, msgspec.msgpack.encode(answer)),
+            "INSERT INTO answers(queue, key, digest, answer, start) VALUES(?, ?, ?, ?, ?)",
+            (queue, call.key, digest, kept, memory.answered),
         )
-        cursor.execute("DELETE FROM answers WHERE id <= ? - ?", (cursor.lastrowid, REMEMBERED))
+        memory.answered += len(digest) + len(kept) + len(f"{call.key}".encode())
+        _forget(cursor, cursor.lastrowid or 0, memory.answered)
         return answer
+
+
+def _forget(cursor: sqlite3.Cursor, newest: int, end: int) -> None:
+    """Delete the oldest answers beyond the bounds; ``end`` is where the newest ends among all bytes."""
+    cursor.execute("DELETE FROM answers WHERE id <= ? - ?", (newest, REMEMBERED))
+    query = "SELECT id FROM answers WHERE start >= ? OR id = ? ORDER BY id LIMIT 1"
+    ((kept,),) = cursor.execute(query, (end - REMEMBERED_BYTES, newest)).fetchall()
+    cursor.execute("DELETE FROM answers WHERE id < ?", (kept,))
 
 
 @contextlib.contextmanager

@@ -83,6 +83,10 @@ class Leases:
         """Drop leases; returns them with their deadlines."""
         return [(self._held.pop(number), self._deadlines.pop(number)) for number in numbers]
 
+    def due(self, now: float) -> bool:
+        """Whether `overdue` may find something."""
+        return any(deadline < now for deadline, *_ in self._heap[:1])
+
     def overdue(self, now: float) -> list[Held]:
         """The leases that ran out before ``now``, each once. They stay until they are removed."""
         found: dict[int, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ __all__ = [
     "Fail",
     "Failure",
     "Lease",
+    "Limit",
     "Receipt",
     "Release",
     "Renew",
@@ -41,6 +42,10 @@ DELIVERY, PARTIAL, FRESH = 0, 1, 2
 """Stages, in the order in which they are handed out."""
 UNRANKED = (1 << 63) - 1
 """The scheduling key of a task that has none: last in its stage."""
+BATCH = 100_000
+"""The most items of a call that comes over a wire: small ones take many times their bytes in memory."""
+T = TypeVar("T")
+Many = Annotated[list[T], msgspec.Meta(max_length=BATCH)]
 
 
 class Task(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,9 +79,7 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
         task: the task's id.
         worker: who holds it.
         input: of the task, or of its last continuation.
-        metadata: likewise.
-        stage: likewise.
-        rank: likewise.
+        metadata, stage, rank: likewise.
         failures: attempts that failed before this one.
         seconds: how long it lasts without a renewal.
     """
@@ -163,7 +166,7 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, kw_only=Tr
 class Submit(Call, frozen=True):
     """Add tasks, and move a producer's cursor in the same transaction. Answer: `Submitted`."""
 
-    tasks: list[Task]
+    tasks: Many[Task]
     producer: str | None = None
     cursor: Any = None
 
@@ -181,14 +184,15 @@ class Acquire(Call, frozen=True):
     limit: int = 1
     lane: str = ""
     prefix: str = ""
-    tasks: list[str] | None = None
+    tasks: Many[str] | None = None
 
 
 class Acquired(msgspec.Struct, frozen=True):
     """Leases, and why there are no more.
 
     Attributes:
-        status: ``acquired``; ``empty``: nothing is pending now; ``draining``; ``end``: nothing will come.
+        status: ``acquired``; ``empty``: nothing is pending now; ``draining``; ``backpressured``: too much is
+            undelivered; ``end``: nothing will come.
     """
 
     leases: list[Lease]
@@ -198,43 +202,50 @@ class Acquired(msgspec.Struct, frozen=True):
 class Renew(Call, frozen=True):
     """Extend leases by their full time from now. Answer: for each whether it is still held."""
 
-    leases: list[tuple[int, int]]
+    leases: Many[tuple[int, int]]
 
 
 class Complete(Call, frozen=True):
     """Accept results; all or none. Answer: a `Receipt` for each."""
 
-    results: list[Completion]
+    results: Many[Completion]
 
 
 class Yield(Call, frozen=True):
     """Return tasks with new inputs; all or none. Spends no attempt."""
 
-    tasks: list[Yielded]
+    tasks: Many[Yielded]
 
 
 class Release(Call, frozen=True):
     """Return tasks as they were. Spends no attempt; leases that are not held any more are skipped."""
 
-    leases: list[tuple[int, int]]
+    leases: Many[tuple[int, int]]
 
 
 class Fail(Call, frozen=True):
     """Report failed attempts; all or none."""
 
-    failures: list[Failure]
+    failures: Many[Failure]
 
 
 class Cancel(Call, frozen=True):
     """End tasks that are not finished. Answer: how many there were."""
 
-    tasks: list[str]
+    tasks: Many[str]
 
 
 class Retry(Call, frozen=True):
     """Make dead tasks pending again, with all their attempts before them. Answer: how many there were."""
 
-    tasks: list[str]
+    tasks: Many[str]
+
+
+class Limit(Call, frozen=True):
+    """Bound how much the queue may hold, or not with None; what is bounded is in `Stats`."""
+
+    unfinished: int | None = None
+    undelivered: int | None = None
 
 
 class Seal(Call, frozen=True):
@@ -282,7 +293,7 @@ class Ack(Call, frozen=True):
     """Acknowledge positions, and save the consumer's state in the same transaction. Answer: `Consumer`."""
 
     consumer: str
-    positions: list[int]
+    positions: Many[int]
     save: bool = False
     state: Any = None
     state_ref: Ref | None = None
@@ -318,7 +329,7 @@ class PlanBatch(Call, frozen=True):
 
     batch: str
     consumer: str
-    positions: list[int]
+    positions: Many[int]
     plan: Ref | None = None
 
 
@@ -400,6 +411,9 @@ class Stats(msgspec.Struct, frozen=True):
 
     Attributes:
         positions: results accepted so far.
+        undelivered: of them, those that some consumer has still to acknowledge.
+        max_unfinished: most tasks pending or leased.
+        max_undelivered: most results undelivered, leases counted with them.
         end: sealed, and nothing is pending or leased.
     """
 
@@ -410,6 +424,9 @@ class Stats(msgspec.Struct, frozen=True):
     dead: int
     cancelled: int
     positions: int
+    undelivered: int
+    max_unfinished: int | None
+    max_undelivered: int | None
     sealed: bool
     draining: bool
     end: bool

@@ -6,7 +6,12 @@ shared because ownership is counted in one place.
 
 from __future__ import annotations
 
-__all__ = ["SCHEMA", "STATUS", "Kind", "owner"]
+import contextlib
+import sqlite3
+
+from spillover.errors import Mismatch
+
+__all__ = ["SCHEMA", "STATUS", "Kind", "make_tables", "owner"]
 
 PENDING, LEASED, COMPLETED, DEAD, CANCELLED = range(5)
 STATUS = ("pending", "leased", "completed", "dead", "cancelled")
@@ -24,6 +29,9 @@ CREATE TABLE IF NOT EXISTS queues(
     completed INTEGER NOT NULL DEFAULT 0,
     dead INTEGER NOT NULL DEFAULT 0,
     cancelled INTEGER NOT NULL DEFAULT 0,
+    undelivered INTEGER NOT NULL DEFAULT 0,
+    max_unfinished INTEGER,
+    max_undelivered INTEGER,
     numbers INTEGER NOT NULL DEFAULT 0,
     UNIQUE(kind, name)
 );
@@ -67,6 +75,7 @@ CREATE TABLE IF NOT EXISTS answers(
     key TEXT NOT NULL,
     digest BLOB NOT NULL,
     answer BLOB NOT NULL,
+    start INTEGER NOT NULL,
     UNIQUE(queue, key)
 );
 CREATE TABLE IF NOT EXISTS producers(
@@ -99,6 +108,26 @@ CREATE TABLE IF NOT EXISTS batches(
     UNIQUE(queue, name)
 );
 """
+
+
+def make_tables(cursor: sqlite3.Cursor) -> None:
+    """Make the tables that are not there yet, inside a transaction.
+
+    Raises:
+        Mismatch: those that are there are not as this version makes them.
+    """
+    for statement in SCHEMA.split(";"):
+        cursor.execute(statement)
+    query = "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL"
+    with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(SCHEMA)
+        missing = {*fresh.execute(query)} - {*cursor.execute(query)}
+    if missing:
+        names = ", ".join(sorted(name for name, _ in missing))
+        raise Mismatch(
+            f"the queues of this pool were made by another version of spillover: {names} differ",
+            hint="use that version, or begin with a new pool",
+        )
 
 
 class Kind:

@@ -3,8 +3,9 @@
 ``POST /call`` takes a call (`spillover.queue.messages`), MessagePack by default and JSON under
 ``Content-Type: application/json``, and answers in the same. ``GET /metrics`` is Prometheus text, ``GET
 /health`` says who coordinates. Every refusal is one line: 400 what cannot be understood, 401 a wrong token,
-404 and 405, 408 a body that does not come, 409 what a coordinator refused, 413 a body that is too large, 503
-a coordinator that was superseded or whose disk fails.
+404 and 405, 408 a body that does not come, 409 what a coordinator refused, 413 a body that is too large, 429
+a queue that is full or a coordinator with too many calls waiting, 503 a coordinator that was superseded or
+whose disk fails.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from spillover.errors import InputError, SpillError, StoreError, StoreFull, Superseded
+from spillover.errors import Busy, Full, InputError, SpillError, StoreError, StoreFull, Superseded
 from spillover.queue.coordinator import Coordinator
+from spillover.queue.inbox import Entry
 from spillover.queue.metrics import prometheus
 from spillover.queue.transport import BODY_BYTES, PATH, decode_call, told
 
@@ -37,6 +39,8 @@ __all__ = ["application", "serve"]
 BODY_SECONDS = 30.0
 AWAY_SECONDS = 10.0
 """How long the pool's folder may fail before serving ends, so that somebody else can take over."""
+RETRY_AFTER = "1"
+"""Seconds, told to whoever is refused for the moment; a client of ours tries sooner at first."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -53,17 +57,23 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
             raise HTTPException(
                 415, f"Content-Type {kind[:60]} is neither application/msgpack nor application/json"
             )
-        body = await _body(request)
-        encode: Callable[[Any], bytes] = (
-            msgspec.json.encode if kind.endswith("json") else msgspec.msgpack.encode
-        )
+        json = kind.endswith("json")
+        encode: Callable[[Any], bytes] = msgspec.json.encode if json else msgspec.msgpack.encode
+
+        def answered(body: bytes) -> bytes:  # in a thread: what waits for one is only bytes
+            return encode(coordinator.call(decode_call(body, json=json)))
+
         try:
-            wanted = decode_call(body, json=kind.endswith("json"))
-            answer = await run_in_threadpool(coordinator.call, wanted)
+            with coordinator.inbox.entry() as entry:
+                body = await _body(request, entry)
+                entry.add(calls=1)
+                answer = await run_in_threadpool(answered, body)
+        except Busy as error:  # at once, without a thread
+            return _refusal(encode(told(error)), 429, kind)
         except SpillError as error:
             status = await run_in_threadpool(_status, coordinator, error)
-            return Response(encode(told(error)), status, media_type=kind)
-        return Response(encode(answer), media_type=kind)
+            return _refusal(encode(told(error)), status, kind)
+        return Response(answer, media_type=kind)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(await run_in_threadpool(prometheus, coordinator))
@@ -180,6 +190,8 @@ def _status(coordinator: Coordinator, error: SpillError) -> int:
     """
     if isinstance(error, InputError):
         return 400
+    if isinstance(error, Full):
+        return 429
     if isinstance(error, StoreError) and not isinstance(error, StoreFull):
         return 503
     if isinstance(error, Superseded):
@@ -190,15 +202,21 @@ def _status(coordinator: Coordinator, error: SpillError) -> int:
     return 409
 
 
-async def _body(request: Request) -> bytes:
-    """The body, if it comes in time and is not too large."""
+def _refusal(content: bytes, status: int, kind: str) -> Response:
+    headers = {"Retry-After": RETRY_AFTER} if status == 429 else None
+    return Response(content, status, headers, media_type=kind)
+
+
+async def _body(request: Request, entry: Entry) -> bytes:
+    """The body, if it comes in time, is not too large, and there is room for it."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
-                data += piece
-                if len(data) > BODY_BYTES:
+                if len(data) + len(piece) > BODY_BYTES:
                     raise HTTPException(413, f"a body is limited to {BODY_BYTES >> 20} MiB")
+                entry.add(size=len(piece))
+                data += piece
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:

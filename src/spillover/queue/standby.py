@@ -14,6 +14,7 @@ import time
 from spillover.errors import LockContended, StoreError, StoreRefused
 from spillover.pool import Pool
 from spillover.queue.coordinator import LEASE_SECONDS, Coordinator
+from spillover.queue.inbox import MAX_WAITING
 
 __all__ = ["standby"]
 
@@ -28,6 +29,7 @@ def standby(
     lease_seconds: float = LEASE_SECONDS,
     timeout: float | None = None,
     stop: threading.Event | None = None,
+    max_waiting: int = MAX_WAITING,
 ) -> Coordinator:
     """Wait until nobody coordinates ``pool`` any more, then coordinate it.
 
@@ -35,6 +37,7 @@ def standby(
         lease_seconds: as for `Coordinator`.
         timeout: most seconds to wait; None waits for ever.
         stop: ends the wait when it is set.
+        max_waiting: as for `Coordinator`.
 
     Raises:
         LockContended: another process still coordinates it when the time is up or ``stop`` is set.
@@ -45,7 +48,7 @@ def standby(
     well = time.monotonic()
     while True:
         try:
-            return Coordinator(pool, lease_seconds=lease_seconds)
+            return Coordinator(pool, lease_seconds=lease_seconds, max_waiting=max_waiting)
         except LockContended:
             well = time.monotonic()
             if end is not None and well + LOOK_SECONDS > end:

@@ -16,9 +16,11 @@ import xxhash
 
 from spillover.errors import Conflict, InputError, NotAllowed, Stale, Superseded
 from spillover.pool import Ref
+from spillover.queue import bounds
 from spillover.queue import messages as m
 from spillover.queue.change import Change, QueueState
 from spillover.queue.leases import Held
+from spillover.queue.rows import insert, numbered
 from spillover.queue.schema import CANCELLED, COMPLETED, DEAD, LEASED, PENDING, STATUS, Kind, owner
 
 __all__ = [
@@ -48,6 +50,7 @@ def submit(change: Change, call: m.Submit) -> m.Submitted:
     Raises:
         Conflict: one is there with other content. Nothing is added, and the cursor stays.
         NotAllowed: the queue is sealed.
+        Full: the queue would hold more unfinished tasks than it may. Likewise.
     """
     queue = change.changing(call.queue)
     first = change.numbers(len(call.tasks))
@@ -56,6 +59,7 @@ def submit(change: Change, call: m.Submit) -> m.Submitted:
             number,
             queue.id,
             task.id,
+            PENDING,
             task.lane,
             task.stage,
             task.rank,
@@ -67,18 +71,18 @@ def submit(change: Change, call: m.Submit) -> m.Submitted:
         )
         for number, task in enumerate(call.tasks, first)
     ]
-    change.cursor.executemany(
-        "INSERT INTO tasks"
-        "(id, queue, key, status, lane, stage, rank, turn, max_attempts, digest, input, metadata) "
-        "VALUES(?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(queue, key) DO NOTHING",
+    added = insert(
+        change.cursor,
+        "tasks(id, queue, key, status, lane, stage, rank, turn, max_attempts, digest, input, metadata)",
         rows,
+        "ON CONFLICT(queue, key) DO NOTHING",
     )
-    added = change.cursor.rowcount if rows else 0
     fresh = {*range(first, first + len(rows))}
     if added != len(rows):
         fresh = _known(change, rows)
     if fresh and queue.sealed:
         raise NotAllowed(f"queue {queue.name!r} is sealed: it takes no more tasks")
+    bounds.require_room(queue, added)
     change.ledger.own(
         change.cursor,
         [
@@ -108,15 +112,19 @@ def acquire(change: Change, call: m.Acquire) -> m.Acquired:
     _require_active(change, queue, call.worker)
     if queue.name in change.memory.draining:
         return m.Acquired([], "draining")
-    rows = _pending(change, queue, call)
+    room = bounds.room_to_lease(queue, call.limit)
+    if not room and queue.counts[PENDING]:
+        return m.Acquired([], "backpressured")
+    rows = _pending(change, queue, call if room == call.limit else msgspec.structs.replace(call, limit=room))
     if not rows:
         done = queue.sealed and not queue.counts[PENDING] and not queue.counts[LEASED]
         return m.Acquired([], "end" if done else "empty")
     queue = change.changing(call.queue)
     worker, seconds = call.worker, change.memory.lease_seconds
-    change.cursor.executemany(
-        "UPDATE tasks SET status = 1, attempt = attempt + 1, worker = ? WHERE id = ?",
-        [(worker, row[0]) for row in rows],
+    change.cursor.execute(
+        "UPDATE tasks SET status = 1, attempt = attempt + 1, worker = ? "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (worker, numbered(row[0] for row in rows)),
     )
     leases = [
         m.Lease(
@@ -179,12 +187,14 @@ def complete(change: Change, call: m.Complete) -> list[m.Receipt]:
     if len(receipts) != len(call.results):
         raise InputError("one call completes a task twice")
     cursor, start = change.cursor, queue.positions
-    cursor.executemany(
-        "UPDATE tasks SET status = 2, position = ?, input = NULL WHERE id = ?",
-        [(place, held.number) for place, (held, _) in enumerate(fresh, start)],
+    cursor.execute(
+        "UPDATE tasks SET status = 2, position = ? + named.key, input = NULL "
+        "FROM json_each(?) AS named WHERE tasks.id = named.value",
+        (start, numbered(held.number for held, _ in fresh)),
     )
-    cursor.executemany(
-        "INSERT INTO accepted VALUES(?, ?, ?, ?, ?, ?, ?, 1)",
+    insert(
+        cursor,
+        "accepted",
         [
             (
                 queue.id,
@@ -194,6 +204,7 @@ def complete(change: Change, call: m.Complete) -> list[m.Receipt]:
                 packed(done.result),
                 dumped(done.metadata),
                 held.worker,
+                1,
             )
             for place, (held, done) in enumerate(fresh, start)
         ],
@@ -207,6 +218,7 @@ def complete(change: Change, call: m.Complete) -> list[m.Receipt]:
     queue.positions = position
     queue.counts[LEASED] -= len(fresh)
     queue.counts[COMPLETED] += len(fresh)
+    queue.undelivered += len(fresh)
     return [receipts[done.number] for done in call.results]
 
 
@@ -241,8 +253,9 @@ def release(change: Change, call: m.Release) -> int:
         held = change.memory.leases.get(number)
         if held is not None and held.attempt == attempt and held.queue == queue.id:
             helds.append(held)
-    change.cursor.executemany(
-        "UPDATE tasks SET status = 0, worker = NULL WHERE id = ?", [(held.number,) for held in helds]
+    change.cursor.execute(
+        "UPDATE tasks SET status = 0, worker = NULL WHERE id IN (SELECT value FROM json_each(?))",
+        (numbered(held.number for held in helds),),
     )
     _returned(change, queue, helds)
     return len(helds)
@@ -363,7 +376,7 @@ def _known(change: Change, rows: Sequence[tuple[Any, ...]]) -> set[int]:
         number, digest = change.cursor.execute(query, (row[1], row[2])).fetchone()
         if number == row[0]:
             fresh.add(number)
-        elif digest != row[8]:
+        elif digest != row[9]:
             raise Conflict(f"task {row[2]!r} was submitted before with other content")
     return fresh
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from spillover import errors
-from spillover.errors import InputError, SpillError, Unknown
+from spillover.errors import Busy, InputError, SpillError, Unknown
 from spillover.queue import messages as m
 from spillover.queue.coordinator import HANDLERS, VIEWS, Coordinator
 
@@ -59,6 +59,7 @@ class Transport(Protocol):
 
         Raises:
             Unknown: no answer within ``timeout`` seconds; the call may have happened.
+            Busy: the call was not even begun.
         """
 
     def close(self) -> None:
@@ -74,7 +75,9 @@ class LocalTransport:
         self._coordinator = coordinator
 
     def call(self, call: m.Call, timeout: float) -> Any:
-        return self._coordinator.call(call)
+        with self._coordinator.inbox.entry() as entry:
+            entry.add(calls=1)
+            return self._coordinator.call(call)
 
     def close(self) -> None:
         pass
@@ -93,6 +96,8 @@ class RayTransport:
 
         try:
             answer = ray.get(self._actor.call.remote(msgspec.msgpack.encode(call)), timeout=timeout)
+        except ray.exceptions.PendingCallsLimitExceeded:
+            raise Busy("the coordinator's actor has too many calls of this process waiting") from None
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise Unknown(f"the coordinator's actor gave no answer: {type(error).__name__}") from None
         return _read(call, *answer)
@@ -183,7 +188,9 @@ def decode_call(body: bytes, *, json: bool = False) -> m.Call:
 def answer_wire(coordinator: Coordinator, body: bytes) -> tuple[bool, bytes]:
     """Do an encoded call; returns whether it succeeded, and the encoded answer or error."""
     try:
-        return True, msgspec.msgpack.encode(coordinator.call(decode_call(body)))
+        with coordinator.inbox.entry() as entry:
+            entry.add(calls=1, size=len(body))
+            return True, msgspec.msgpack.encode(coordinator.call(decode_call(body)))
     except SpillError as error:
         return False, msgspec.msgpack.encode(told(error))
 

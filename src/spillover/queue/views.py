@@ -14,6 +14,8 @@ from spillover.queue.tasks import loaded, unpacked
 
 __all__ = ["batch", "checkpoints", "consumer", "log", "producer", "stats", "task", "task_list"]
 
+PAGE = 100_000
+"""The longest page of tasks or receipts: an answer is made in memory."""
 _COLUMNS = (
     "id, key, status, lane, stage, rank, attempt, failures, max_attempts, "
     "position, input, metadata, worker, failure"
@@ -28,6 +30,9 @@ def stats(cursor: sqlite3.Cursor, memory: Memory, queue: QueueState, query: m.Re
         queue=queue.name,
         **counts,
         positions=queue.positions,
+        undelivered=queue.undelivered,
+        max_unfinished=queue.max_unfinished,
+        max_undelivered=queue.max_undelivered,
         sealed=queue.sealed,
         draining=queue.name in memory.draining,
         end=end,
@@ -52,12 +57,12 @@ def task_list(
             raise InputError(f"there is no status {query.status!r}", hint=f"one of {', '.join(STATUS)}")
         where += f" AND status = {STATUS.index(query.status)}"  # a literal, for the partial indexes
     sql = f"SELECT {_COLUMNS} FROM tasks WHERE {where} ORDER BY id LIMIT ?"
-    return [_info(row) for row in cursor.execute(sql, (*values, query.limit)).fetchall()]
+    return [_info(row) for row in cursor.execute(sql, (*values, _page(query.limit))).fetchall()]
 
 
 def log(cursor: sqlite3.Cursor, memory: Memory, queue: QueueState, query: m.ReadLog) -> list[m.Receipt]:
     """Accepted results in order."""
-    return consumers.read_log(cursor, queue, query.start, query.limit)
+    return consumers.read_log(cursor, queue, query.start, _page(query.limit))
 
 
 def consumer(cursor: sqlite3.Cursor, memory: Memory, queue: QueueState, query: m.ReadConsumer) -> m.Consumer:
@@ -89,6 +94,17 @@ def checkpoints(
         m.CheckpointInfo(name, queue.name, pending + dead, completed)
         for name, pending, dead, completed in cursor.execute(sql, (queue.name,)).fetchall()
     ]
+
+
+def _page(limit: int) -> int:
+    """The size of a page, if it may be asked for.
+
+    Raises:
+        InputError: it may not.
+    """
+    if not 1 <= limit <= PAGE:
+        raise InputError(f"a page of {limit} is asked for", hint=f"from 1 to {PAGE}")
+    return limit
 
 
 def _info(row: tuple[Any, ...]) -> m.TaskInfo:
