@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,15 +22,33 @@ def own_home(request, session_home, monkeypatch):
         monkeypatch.setenv("SPILL_HOME", str(session_home))
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
-def family(request, tmp_path_factory):
-    """(ours, transformers' own) of each family."""
-    return build(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """Makes (ours, transformers' own) of the case of a name, once."""
+    return functools.cache(lambda name: build(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(params=["planned", "torch"])
+def kernels(request):
+    """What generates and scores: the kernels that are planned here, and torch's."""
+    return "" if request.param == "planned" else request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, built, kernels):
+    """(case, ours, transformers' own) of each family."""
+    return replace(FAMILIES[request.param], kernels=kernels), *built(request.param)
+
+
+@pytest.fixture(params=[name for name, case in FAMILIES.items() if case.targets])
+def trained(request, built):
+    """`family` where the case has an adapter, with the planned kernels."""
+    return FAMILIES[request.param], *built(request.param)
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("llama"), "llama")
+def llama(built):
+    return built("llama")
 
 
 @pytest.fixture(autouse=True)

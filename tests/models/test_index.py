@@ -58,19 +58,26 @@ def test_real_folders_pass(folder: Path) -> None:
     WeightIndex(sharded(folder)).check(ModelConfig.read(folder))
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize(
+    "family", ["Qwen2", "Qwen3", "Mistral", "Phi3", "Gemma2", "Gemma3", "Mixtral", "Qwen3Moe"]
+)
 def test_names_and_shapes_of_every_family(family: str, tmp_path: Path) -> None:
     import transformers
 
     shape = {
         "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "tie_word_embeddings": family == "Qwen2",
+        "tie_word_embeddings": family in ("Qwen2", "Gemma2", "Gemma3"),
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    if family == "Qwen2":
-        shape["head_dim"] = 8
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
+    if family in ("Qwen2", "Phi3"):
+        del shape["head_dim"]
+    if family in ("Mixtral", "Qwen3Moe"):
+        shape |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    if family == "Qwen3Moe":
+        shape |= {"mlp_only_layers": [0], "moe_intermediate_size": 24}
+    kind = {"Gemma3": "Gemma3Text"}.get(family, family)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{kind}Config")(**shape))
     model.save_pretrained(tmp_path)
     index = WeightIndex(tmp_path)
     index.check(ModelConfig.read(tmp_path))

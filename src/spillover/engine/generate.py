@@ -29,6 +29,11 @@ class _Row:
     started: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
 
+    @property
+    def most(self) -> int:
+        """Tokens that the row may come to have, prompt and answer."""
+        return len(self.request.tokens) + self.request.max_tokens
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.finish = self.rule.push(token)
@@ -98,7 +103,7 @@ class Scheduler:
         return {row.request.id: list(row.tokens) for row in (*self._finished, *self._rows, *held)}
 
     def _pull(self, source: Iterator[Request]) -> list[_Row]:
-        """Rows for one prefill pass: as many as there are free slots, within the model's tokens per pass."""
+        """Rows for one prefill pass: as many as the session has room for, within the tokens of a pass."""
         rows: list[_Row] = []
         room = self._model.plan.pass_tokens
         while len(self._rows) + len(rows) < self._session.slots:
@@ -107,7 +112,8 @@ class Scheduler:
             if row is None:
                 break
             room -= len(row.request.tokens) + len(row.tokens)
-            if rows and room < 0:
+            fits = (not rows or room >= 0) and self._session.reserve(row.most)
+            if not fits:
                 self._held = row
                 break
             rows.append(row)
@@ -131,7 +137,9 @@ class Scheduler:
                 break
         if row.tokens and request.logprobs >= 0:
             sequence = (*request.tokens, *row.tokens)
-            row.logprobs += self._model.score([sequence], [len(request.tokens)], top=request.logprobs)[0]
+            row.logprobs += self._model.score(
+                [sequence], [len(request.tokens)], top=request.logprobs, adapters=[request.adapter]
+            )[0]
         return row
 
     def _check(self, request: Request) -> None:
@@ -147,7 +155,8 @@ class Scheduler:
             )
 
     def _admit(self, newcomers: list[_Row]) -> None:
-        logits = self._session.admit([(*row.request.tokens, *row.tokens) for row in newcomers])
+        prompts = [(*row.request.tokens, *row.tokens) for row in newcomers]
+        logits = self._session.admit(prompts, [row.request.adapter for row in newcomers])
         self.prefilled += sum(len(row.request.tokens) + len(row.tokens) for row in newcomers)
         self._rows += newcomers
         self._choose(newcomers, logits)
@@ -158,19 +167,29 @@ class Scheduler:
 
     def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
         """Append a token to each of `rows`, whose logits are in the same order, and release the finished."""
+        tokens = self._tokens(rows, logits)
+        for top in {row.request.logprobs for row in rows if row.request.logprobs >= 0}:
+            places = [place for place, row in enumerate(rows) if row.request.logprobs == top]
+            scored = logits.logprobs(places, [tokens[place] for place in places], top)
+            for place, logprob in zip(places, scored, strict=True):
+                rows[place].logprobs.append(logprob)
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+        self.generated += len(rows)
+        self._release()
+
+    def _tokens(self, rows: Sequence[_Row], logits: NextLogits) -> list[int]:
+        """What each of `rows` says next."""
+        tokens: list[int] = []
         greedy = logits.argmax() if any(row.request.sampling.temperature == 0 for row in rows) else None
         for place, row in enumerate(rows):
             sampling = row.request.sampling
             if greedy is not None and sampling.temperature == 0:
-                token = int(greedy[place])
+                tokens.append(int(greedy[place]))
             else:
                 u = uniform(sampling.seed, row.request.id, len(row.tokens))
-                token = sample(logits.numpy(place), sampling, u)
-            if row.request.logprobs >= 0:
-                row.logprobs.append(logits.logprobs(place, token, row.request.logprobs))
-            row.append(token)
-        self.generated += len(rows)
-        self._release()
+                tokens.append(sample(logits.numpy(place), sampling, u))
+        return tokens
 
     def _release(self) -> None:
         for number in range(len(self._rows) - 1, -1, -1):

@@ -44,7 +44,8 @@ class Request:
 
     ``tokens`` is the prompt and ``generated`` what an earlier run already answered; both are prefilled, and
     ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports
-    the chosen token alone, -1 nothing).
+    the chosen token alone, -1 nothing). ``adapter`` is an index into those the model was loaded with, -1 for
+    the base alone; without any, 0 is the base too.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int = 0
     generated: tuple[int, ...] = ()
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ class Work:
 class Plan:
     """What an engine will do and what it takes. ``parts`` names the bytes that add up to ``memory_bytes``.
 
-    ``batch`` is at most the wanted one. ``pass_tokens`` bounds the tokens of one forward pass: newcomers in a
-    prefill, sequences of a micro-batch in training. ``why`` is one printable line.
+    ``batch`` is at most the wanted one, ``cache_tokens`` the positions of all rows together. ``pass_tokens``
+    bounds the tokens of one forward pass: newcomers in a prefill, sequences of a micro-batch in training.
+    ``kernels`` says what computes, ``why`` is one printable line.
     """
 
     engine: str
@@ -117,6 +120,8 @@ class Plan:
     memory_bytes: int
     parts: tuple[tuple[str, int], ...]
     why: str
+    cache_tokens: int = 0
+    kernels: str = ""
 
 
 class NextLogits(Protocol):
@@ -133,8 +138,8 @@ class NextLogits(Protocol):
         """The logits of one row, float32 ``[vocab]``."""
         ...
 
-    def logprobs(self, row: int, token: int, top: int) -> TokenLogprob:
-        """The log-probability of `token` in `row` and of the `top` most likely tokens."""
+    def logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        """The log-probability of one token in each of `rows`, and of the `top` most likely tokens there."""
         ...
 
 
@@ -144,8 +149,19 @@ class Session(Protocol):
     slots: int
     length: int
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> NextLogits:
-        """Prefill new rows after the present ones in one pass; logits of the new rows only, in order."""
+    def reserve(self, tokens: int) -> bool:
+        """Keep room for a row of up to `tokens` tokens, which the next `admit` brings; False: none now.
+
+        A session without rows has room for one of `length` tokens.
+        """
+        ...
+
+    def admit(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int] = ()) -> NextLogits:
+        """Prefill reserved rows after the present ones, in order; logits of the new rows only.
+
+        `adapters` are indices into those the model was loaded with, -1 for the base alone; left out, every
+        row wears the first there is.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> NextLogits:
@@ -232,18 +248,26 @@ class Trainer(Protocol):
 
 
 class LoadedModel(Protocol):
-    """A model in memory, with at most one adapter applied."""
+    """A model in memory, with adapters that rows may wear."""
 
     plan: Plan
 
     def session(self) -> Session:
-        """An empty session of ``plan.batch`` slots of ``plan.sequence`` tokens."""
+        """An empty session of up to ``plan.batch`` rows of up to ``plan.sequence`` tokens."""
         ...
 
     def score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        top: int = 0,
+        adapters: Sequence[int] = (),
     ) -> list[list[TokenLogprob]]:
-        """Log-probabilities of ``sequence[start:]`` of each sequence, each token given all before it."""
+        """Log-probabilities of ``sequence[start:]`` of each sequence, each token given all before it.
+
+        ``adapters`` are as for `Session.admit`.
+        """
         ...
 
     def trainer(

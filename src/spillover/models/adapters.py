@@ -24,7 +24,7 @@ from spillover.errors import InputError, ModelError
 from spillover.models.config import read_json
 from spillover.models.folders import adapters_home, replace, writing
 from spillover.models.index import TensorSlice, read_header
-from spillover.models.lora import MODULES, Adapter, LoraConfig, targets_of
+from spillover.models.lora import ADAPTABLE, Adapter, LoraConfig, targets_of
 
 if TYPE_CHECKING:
     from spillover.models.lora import Array
@@ -230,9 +230,10 @@ def _refuse_peft(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _neutral(folder: Path, key: str, match: re.Match[str] | None) -> str:
-    if match is None or match[2] not in MODULES:
+    if match is None or match[2] not in ADAPTABLE:
         raise ModelError(
-            f"adapter {folder} changes {key}, which is not supported", hint=f"adapt only {', '.join(MODULES)}"
+            f"adapter {folder} changes {key}, which is not supported",
+            hint=f"adapt only {', '.join(ADAPTABLE)}",
         )
     return f"layers.{match[1]}.{match[2]}.lora_{match[3].lower()}"
 

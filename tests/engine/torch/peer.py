@@ -29,9 +29,11 @@ def adapted(theirs, config: LoraConfig, tensors) -> peft.PeftModel:
     lora = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=[name.rpartition(".")[2] for name in config.targets],
+        target_modules=sorted({name.rpartition(".")[0] for name in tensors}),
         task_type="CAUSAL_LM",
     )
+    # of a model that it knows to have experts, PEFT adapts those and not the dense layers between them
+    theirs.config.model_type = "unknown"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers 5 by an old name
         model = peft.get_peft_model(theirs, lora)

@@ -43,8 +43,8 @@ def data(step: int, count: int = 2) -> list[MicroBatch]:
     ]
 
 
-def test_gradients_are_pefts(family):
-    model, theirs = family
+def test_gradients_are_pefts(llama):
+    model, theirs = llama
     ours = trainer(model, optimizer=Optimizer(clip=0.0))
     result = ours.step(data(0), lr=0.0)
     peer = adapted(copy.deepcopy(theirs), SMALL, noisy(SMALL, model))
@@ -214,21 +214,24 @@ def cosine(a, b):
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_trained_adapter_generates_as_peft_does(family, packed, monkeypatch):
-    model, theirs = family
-    monkeypatch.setattr("spillover.engine.torch.engine.measured", lambda _: _Speeds(packed))
-    config = LoraConfig(rank=4, alpha=8.0, targets=("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"))
+@pytest.mark.parametrize("kernels", ["", "torch packed", "torch"])
+def test_a_trained_adapter_generates_as_peft_does(trained, kernels, monkeypatch):
+    case, model, theirs = trained
+    monkeypatch.setattr("spillover.engine.torch.engine.measured", lambda _: _Speeds("packed" in kernels))
+    every = LoraConfig(rank=4, alpha=8.0, targets=case.targets).on(model.config).targets
+    config = LoraConfig(rank=4, alpha=8.0, targets=every[::2])
     tensors = noisy(config, model)
-    ours = loaded(model, adapters=[Adapter(config, tensors)])
+    asked = prompt(case.lengths[1])
+    own = {"sequence": case.sequence, "kernels": kernels.partition(" ")[0]}
+    ours = loaded(model, adapters=[Adapter(config, tensors)], **own)
     peer = adapted(copy.deepcopy(theirs), config, tensors)
-    got = ours.session().admit([prompt(30)]).numpy(0)
+    got = ours.session().admit([asked]).numpy(0)
     with torch.no_grad():
-        want = peer(torch.tensor([prompt(30)])).logits[0, -1].numpy()
-        plain = theirs(torch.tensor([prompt(30)])).logits[0, -1].numpy()
+        want = peer(torch.tensor([asked])).logits[0, -1].numpy()
+        plain = theirs(torch.tensor([asked])).logits[0, -1].numpy()
     np.testing.assert_allclose(got, want, atol=1e-4)
     assert np.abs(want - plain).max() > 0.01
-    assert len(answers(ours, [request("a", prompt(30), 5)])["a"].tokens) == 5
+    assert len(answers(ours, [request("a", asked, 5)])["a"].tokens) == 5
 
 
 class _Speeds:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spillover.engine.protocol import Floats, Optimizer, Plan, TokenLogprob, Work
+from spillover.engine.protocol import Floats, Optimizer, Plan, Session, TokenLogprob, Work
 from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.device import measured
-from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linear, Packed, PackedGate
-from spillover.engine.torch.lora import Span, adapter_matrices, fuse, spans
+from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linear, Packed, PackedGate, Worn
+from spillover.engine.torch.lora import adapter_matrices, fuse, present
+from spillover.engine.torch.native.model import NativeModel
 from spillover.engine.torch.packing import pack
-from spillover.engine.torch.plan import DTYPES, LOGIT_BYTES, make_plan
+from spillover.engine.torch.plan import COMPILED, DTYPES, LOGIT_BYTES, make_plan
 from spillover.engine.torch.session import TorchSession, token_logprobs
 from spillover.engine.torch.train import TorchTrainer
 from spillover.engine.torch.weights import Weights
@@ -40,42 +41,53 @@ class TorchEngine:
 
     def load(self, model: Model, plan: Plan, adapters: Sequence[Adapter] = ()) -> TorchModel:
         """Open the weights; they are read by the first session, score or trainer."""
-        if len(adapters) > 1:
-            raise EngineError(f"{len(adapters)} adapters were named", hint="name one adapter per model")
-        return TorchModel(model, plan, adapters[0] if adapters else None)
+        return TorchModel(model, plan, adapters)
 
 
 class TorchModel:
-    """One model, with or without an adapter, as one plan places it."""
+    """One model, with any number of adapters, as one plan places it."""
 
-    def __init__(self, model: Model, plan: Plan, adapter: Adapter | None) -> None:
+    def __init__(self, model: Model, plan: Plan, adapters: Sequence[Adapter]) -> None:
         self.plan = plan
         self._dtype = DTYPES[plan.numerics]
-        self._adapter = adapter
-        self._weights = Weights(model.index(), model.config, self._dtype, torch.device(plan.device))
+        self._adapters = tuple(adapters)
+        self._worn = Worn(len(adapters))
+        config = model.config.within(plan.sequence)
+        self._weights = Weights(model.index(), config, self._dtype, torch.device(plan.device))
 
-    def session(self) -> TorchSession:
-        """An empty session of ``plan.batch`` slots of ``plan.sequence`` tokens."""
-        return TorchSession(self._decoder, self.plan.batch, self.plan.sequence)
+    def session(self) -> Session:
+        """An empty session of up to ``plan.batch`` rows of up to ``plan.sequence`` tokens."""
+        if self.plan.kernels == COMPILED:
+            return self._native.session()
+        return TorchSession(self._decoder, self._worn, self.plan.batch, self.plan.sequence)
 
     @torch.inference_mode()
     def score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        top: int = 0,
+        adapters: Sequence[int] = (),
     ) -> list[list[TokenLogprob]]:
         """Log-probabilities of ``sequence[start:]`` of each sequence, each token given all before it.
 
         ``starts`` are at least 1. The `top` most likely tokens come with each.
         """
         result: list[list[TokenLogprob]] = []
+        score = self._native.score if self.plan.kernels == COMPILED else self._score
+        worn = adapters or [0] * len(sequences)
         for group in self._passes(sequences):
-            result += self._score([sequences[i] for i in group], [starts[i] for i in group], top)
+            result += score(
+                [sequences[i] for i in group], [starts[i] for i in group], top, [worn[i] for i in group]
+            )
         return result
 
     def trainer(
         self, config: LoraConfig, initial: Mapping[str, Floats], optimizer: Optimizer, *, seed: int = 0
     ) -> TorchTrainer:
         """A trainer of a new adapter that starts from `initial`; `seed` decides dropout."""
-        if self._adapter is not None:
+        if self._adapters:
             raise EngineError(
                 "an adapter cannot be trained on top of another", hint="name the base model alone"
             )
@@ -86,7 +98,11 @@ class TorchModel:
     @cached_property
     def _decoder(self) -> Decoder:
         with torch.inference_mode():
-            return Decoder(self._weights, _Inference(self._weights, self._adapter))
+            return Decoder(self._weights, _Inference(self._weights, self._adapters, self._worn))
+
+    @cached_property
+    def _native(self) -> NativeModel:
+        return NativeModel(self._weights, self.plan, self._adapters)
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         group: list[int] = []
@@ -99,10 +115,11 @@ class TorchModel:
             yield group
 
     def _score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], top: int
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], top: int, adapters: Sequence[int]
     ) -> list[list[TokenLogprob]]:
-        config, stream = self._weights.config, pack(sequences, self._weights.device)
-        attention = Causal(stream.lengths, config.kv_heads, config.sliding_window)
+        stream = pack(sequences, self._weights.device)
+        self._worn.wear(adapters, [len(sequence) for sequence in sequences], self._weights.device)
+        attention = Causal(stream.lengths, self._weights.config)
         hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attention)
         places, first = [], 0
         for sequence, start in zip(sequences, starts, strict=True):
@@ -120,34 +137,36 @@ class TorchModel:
 
 
 class _Inference:
-    """Linear layers that only generate and score, with at most one adapter beside them."""
+    """Linear layers that only generate and score, with adapters beside them."""
 
-    def __init__(self, weights: Weights, adapter: Adapter | None) -> None:
+    def __init__(self, weights: Weights, adapters: Sequence[Adapter], worn: Worn) -> None:
         self._config = weights.config
         self._dtype = weights.dtype
         self._packed = weights.device.type == "cpu" and measured(weights.dtype).packed
-        self._lora = adapter.config if adapter else None
-        self._tensors = (
-            {key: torch.from_numpy(value) for key, value in adapter.tensors.items()} if adapter else {}
-        )
+        self._worn = worn
+        self._adapters = [
+            (one.config, {key: torch.from_numpy(value) for key, value in one.tensors.items()})
+            for one in adapters
+        ]
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         base: Linear = Packed(weight, bias) if self._packed else Dense(weight, bias)
-        columns = self._columns(layer, name)
-        if self._lora is None or not columns:
-            return base
-        a, b = adapter_matrices(self._tensors, layer, columns)
-        fused = fuse(a, b, columns, len(weight), self._lora.scale, self._dtype)
-        return Adapted(base, *(matrix.to(weight.device) for matrix in fused))
+        pairs = [self._pair(layer, name, weight, *one) for one in self._adapters]
+        return Adapted(base, pairs, self._worn) if any(pairs) else base
 
     def gate(self, layer: int, weight: Tensor) -> Gate:
-        if self._packed and not self._columns(layer, "gate_up"):
-            return PackedGate(*(Packed(half) for half in weight.chunk(2)))
-        return FusedGate(self.linear(layer, "gate_up", weight, None))
+        adapted = any(present(self._config, layer, "gate_up", *one) for one in self._adapters)
+        if self._packed and not adapted:
+            gate, up = (Packed(half) for half in weight.chunk(2))
+            return PackedGate(gate, up, self._config.activation)
+        return FusedGate(self.linear(layer, "gate_up", weight, None), self._config.activation)
 
-    def _columns(self, layer: int, name: str) -> list[Span]:
-        """The modules of a fused layer that the adapter changes: some adapters leave layers out."""
-        if self._lora is None or layer < 0:
-            return []
-        present = [one for one in self._lora.targets if f"layers.{layer}.{one}.lora_a" in self._tensors]
-        return spans(self._config, name, present)
+    def _pair(
+        self, layer: int, name: str, weight: Tensor, lora: LoraConfig, tensors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        columns = present(self._config, layer, name, lora, tensors)
+        if not columns:
+            return None
+        matrices = adapter_matrices(tensors, layer, columns)
+        a, b = fuse(*matrices, columns, len(weight), lora.scale, self._dtype)
+        return a.to(weight.device), b.to(weight.device)

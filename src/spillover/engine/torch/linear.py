@@ -6,14 +6,18 @@ allows: the residual, the gate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spillover.engine.torch.pointwise import swiglu
+from spillover.engine.torch.pointwise import gated
+
+if TYPE_CHECKING:
+    from spillover.models.config import Activation
 
 
 class Linear(Protocol):
@@ -29,7 +33,7 @@ class Linear(Protocol):
 
 
 class Gate(Protocol):
-    """``silu(gate(x)) * up(x)``: ``[N, H]`` to ``[N, I]``."""
+    """``activation(gate(x)) * up(x)``: ``[N, H]`` to ``[N, I]``."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -60,21 +64,21 @@ class Packed:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._unary(x, "none")
+        return self._unary(x, "none", "")
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
         return self._binary(x, residual, "add")
 
-    def silu(self, x: Tensor) -> Tensor:
-        """``silu(self(x))`` in one kernel."""
-        return self._unary(x, "swish")
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(self(x))`` in one kernel."""
+        return self._unary(x, "swish", "") if activation == "silu" else self._unary(x, "gelu", "tanh")
 
     def times(self, other: Tensor, x: Tensor) -> Tensor:
         """``other * self(x)`` in one kernel."""
         return self._binary(x, other, "mul")
 
-    def _unary(self, x: Tensor, after: str) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, after, [], "")
+    def _unary(self, x: Tensor, after: str, algorithm: str) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, after, [], algorithm)
         return y
 
     def _binary(self, x: Tensor, other: Tensor, after: str) -> Tensor:
@@ -88,19 +92,50 @@ class Packed:
         return bool(built) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+class Worn:
+    """Which tokens of the pass in hand wear which adapter; all of them the first until `wear` says otherwise."""
+
+    def __init__(self, adapters: int) -> None:
+        self._adapters = adapters
+        self.rows: list[Tensor | None] = [None] * adapters  # None: every token
+
+    def wear(self, adapters: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        """Row i of a pass, of ``lengths[i]`` tokens, wears ``adapters[i]``; padding may follow."""
+        worn = adapters or [0] * len(lengths)
+        if set(worn) == {0} and self._adapters == 1:
+            self.rows = [None]
+            return
+        tokens = torch.repeat_interleave(torch.tensor(worn), torch.tensor(lengths))
+        self.rows = [(tokens == one).nonzero().flatten().to(device) for one in range(self._adapters)]
+
+
 @dataclass(frozen=True)
 class Adapted:
-    """A linear layer with a LoRA adapter applied beside it, unmerged: ``base(x) + x @ a @ b``."""
+    """A linear layer with LoRA adapters applied beside it, unmerged: ``base(x) + x @ a @ b``.
+
+    `pairs` has one ``a`` ``[in, R]`` and scaled ``b`` ``[R, out]`` per adapter, None where it has nothing.
+    """
 
     base: Linear
-    a: Tensor  # [in, R]
-    b: Tensor  # [R, out], scaled
+    pairs: Sequence[tuple[Tensor, Tensor] | None]
+    worn: Worn
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.base(x).addmm_(x @ self.a, self.b)
+        return self._beside(self.base(x), x)
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self.base.onto(residual, x).addmm_(x @ self.a, self.b)
+        return self._beside(self.base.onto(residual, x), x)
+
+    def _beside(self, y: Tensor, x: Tensor) -> Tensor:
+        for pair, rows in zip(self.pairs, self.worn.rows, strict=True):
+            if pair is None:
+                continue
+            a, b = pair
+            if rows is None:
+                y.addmm_(x @ a, b)
+            elif len(rows):
+                y.index_add_(0, rows, (x[rows] @ a) @ b)
+        return y
 
 
 @dataclass(frozen=True)
@@ -108,9 +143,10 @@ class FusedGate:
     """Gate and up as one product, then the elementwise part."""
 
     gate_up: Linear
+    activation: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return swiglu(self.gate_up(x))
+        return gated(self.gate_up(x), self.activation)
 
 
 @dataclass(frozen=True)
@@ -119,6 +155,7 @@ class PackedGate:
 
     gate: Packed
     up: Packed
+    activation: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.up.times(self.gate.silu(x), x)
+        return self.up.times(self.gate.activated(x, self.activation), x)

@@ -29,22 +29,36 @@ class Span:
     stop: int
 
 
-def spans(config: ModelConfig, name: str, targets: Sequence[str]) -> list[Span]:
-    """The modules of `targets` inside the fused layer `name`, such as ``self_attn.q_proj`` inside ``qkv``."""
+def spans(config: ModelConfig, layer: int, name: str, targets: Sequence[str]) -> list[Span]:
+    """The modules of `targets` inside the product `name` of `layer`: ``self_attn.q_proj`` inside ``qkv``.
+
+    None inside an expert's products.
+    """
     found, start = [], 0
+    modules = linears(config, layer)
     for module in FUSED[name]:
-        stop = start + linears(config)[module][1]
+        if module not in modules:
+            continue
+        stop = start + modules[module][1]
         if module in targets:
             found.append(Span(module, start, stop))
         start = stop
     return found
 
 
+def present(
+    config: ModelConfig, layer: int, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]
+) -> list[Span]:
+    """The modules of a product that an adapter changes: some adapters leave layers out."""
+    if layer < 0:
+        return []
+    found = [one for one in lora.targets if f"layers.{layer}.{one}.lora_a" in tensors]
+    return spans(config, layer, name, found)
+
+
 def parameters(config: ModelConfig, lora: LoraConfig) -> int:
     """How many numbers an adapter has."""
-    shapes = linears(config)
-    layer = sum(sum(shapes[module]) for module in lora.targets)
-    return config.layers * lora.rank * layer
+    return lora.rank * sum(inputs + outputs for _, _, inputs, outputs in lora.on(config).sites(config))
 
 
 def fuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,19 @@ import torch
 from spillover.engine.protocol import Numerics, Plan, Work
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
 from spillover.engine.torch.lora import parameters
+from spillover.engine.torch.native.decoder import unsupported
 from spillover.engine.torch.packing import whole
 from spillover.errors import EngineError
+from spillover.models.index import layer_tensors
 
 if TYPE_CHECKING:
     from spillover.models import Model, ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
+COMPILED = "compiled"  # `Plan.kernels`: spillover.engine.torch.native
 PREFILL_TOKENS = 2048  # newcomers' tokens in one pass: enough to keep the products large
 LOGIT_BYTES = 64 << 20  # float32 logits alive at once in a loss or a score
+CACHE_GRAIN = 32  # positions: caches grow by as many
 _RUNTIME = 250 << 20  # torch itself, its kernels and thread stacks
 
 
@@ -31,14 +36,13 @@ class _Sizes:
 
     def weights(self) -> int:
         c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.heads + c.kv_heads)
-        layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+        layers = sum(math.prod(s) for n in range(c.layers) for s in layer_tensors(c, n).values())
         # a tied head is packed beside the embedding, so both count
-        return self.width * (c.layers * layer + 2 * c.vocab_size * c.hidden_size)
+        return self.width * (layers + 2 * c.vocab_size * c.hidden_size)
 
-    def cache_row(self, length: int) -> int:
+    def cache_token(self) -> int:
         c = self.config
-        return self.width * 2 * c.layers * c.kv_heads * c.head_dim * (length + 32)
+        return self.width * 2 * c.layers * c.kv_heads * c.head_dim
 
     def logits_row(self) -> int:
         return self.config.vocab_size * (4 + self.width)
@@ -46,14 +50,23 @@ class _Sizes:
     def pass_token(self) -> int:
         """A token of an inference pass: the widest moment of a layer."""
         c = self.config
-        return self.width * (4 * c.hidden_size + 4 * c.intermediate_size + 3 * c.heads * c.head_dim)
+        return self.width * (4 * c.hidden_size + 4 * self._inner() + 3 * c.heads * c.head_dim)
 
     def saved_token(self) -> int:
         """A token of a training pass: what the layers save for the backward."""
         c = self.config
         heads = c.heads + 2 * c.kv_heads
-        layer = 5 * c.hidden_size + 3 * c.intermediate_size + c.head_dim * (2 * heads + c.heads)
-        return self.width * (c.layers * layer + 8 * c.intermediate_size)
+        normed = 7 if c.output_norms else 5
+        layer = normed * c.hidden_size + 3 * self._inner() + c.head_dim * (2 * heads + c.heads)
+        return self.width * (c.layers * layer + 8 * self._inner())
+
+    def _inner(self) -> int:
+        """The width of a token's feed-forward part; each expert also takes and gives a residual's width."""
+        c, experts = self.config, self.config.experts
+        if experts is None:
+            return c.intermediate_size
+        sparse = experts.per_token * (experts.intermediate_size + c.hidden_size)
+        return sparse if len(experts.layers) == c.layers else max(sparse, c.intermediate_size)
 
 
 def make_plan(model: Model, work: Work, version: str) -> Plan:
@@ -67,8 +80,10 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
             hint=f"ask for {model.config.max_positions} or fewer",
         )
     limit = memory_limit(device)
+    kernels, without = _kernels(model.config, device, work)
     fit = _fit_training if work.kind == "train" else _fit_generation
-    batch, pass_tokens, parts = fit(sizes, work, limit)
+    fitted = fit(sizes, work, limit)
+    parts = fitted.parts
     total = sum(size for _, size in parts)
     listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts)
     if total > limit:
@@ -82,14 +97,24 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
         device=str(device),
         numerics=numerics,
         placement="resident",
-        batch=batch,
+        batch=fitted.batch,
         sequence=work.sequence,
-        pass_tokens=pass_tokens,
+        pass_tokens=fitted.pass_tokens,
         weights_bytes=sizes.weights(),
         memory_bytes=total,
         parts=tuple(parts),
-        why=f"resident on {device} in {numerics} ({reason}); {_gb(total)} of {_gb(limit)}: {listed}",
+        why=f"resident on {device} in {numerics} ({reason}){without}; {_gb(total)} of {_gb(limit)}: {listed}",
+        cache_tokens=fitted.cache_tokens,
+        kernels=kernels,
     )
+
+
+def _kernels(config: ModelConfig, device: torch.device, work: Work) -> tuple[str, str]:
+    """What computes, and what to say where the compiled kernels cannot."""
+    if device.type != "cpu" or work.kind == "train":
+        return "torch", ""
+    why = unsupported(config)
+    return ("torch", f", without compiled kernels: {why}") if why else (COMPILED, "")
 
 
 def _numerics(work: Work, device: torch.device) -> tuple[Numerics, str]:
@@ -99,18 +124,29 @@ def _numerics(work: Work, device: torch.device) -> tuple[Numerics, str]:
     return ("bf16" if chosen == "bf16" else "float32"), reason
 
 
-def _fit_generation(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list[tuple[str, int]]]:
+@dataclass(frozen=True)
+class _Fit:
+    """What a memory limit allows."""
+
+    batch: int
+    pass_tokens: int
+    cache_tokens: int
+    parts: list[tuple[str, int]]
+
+
+def _fit_generation(sizes: _Sizes, work: Work, limit: int) -> _Fit:
     fixed = [
         ("weights", sizes.weights()),
         ("activations", sizes.pass_token() * max(PREFILL_TOKENS, work.sequence) + _RUNTIME),
     ]
-    row = sizes.cache_row(work.sequence) + sizes.logits_row()
+    row = sizes.cache_token() * (work.sequence + CACHE_GRAIN) + sizes.logits_row()
     room = limit - sum(size for _, size in fixed)
     batch = max(1, min(work.batch, room // row))
-    return batch, PREFILL_TOKENS, [*fixed, ("cache", batch * row)]
+    cache_tokens = batch * (work.sequence + CACHE_GRAIN)
+    return _Fit(batch, PREFILL_TOKENS, cache_tokens, [*fixed, ("cache", batch * row)])
 
 
-def _fit_training(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list[tuple[str, int]]]:
+def _fit_training(sizes: _Sizes, work: Work, limit: int) -> _Fit:
     """Sequences of a micro-batch that do not fit together go through in several passes of whole sequences."""
     if work.lora is None:
         raise EngineError("training needs a LoRA configuration: base weights are never trained")
@@ -124,7 +160,7 @@ def _fit_training(sizes: _Sizes, work: Work, limit: int) -> tuple[int, int, list
     sequence = sizes.saved_token() * longest
     room = limit - sum(size for _, size in fixed)
     together = max(1, min(work.batch, room // sequence))
-    return work.batch, together * longest, [*fixed, ("activations", together * sequence)]
+    return _Fit(work.batch, together * longest, 0, [*fixed, ("activations", together * sequence)])
 
 
 def _gb(size: int) -> str:

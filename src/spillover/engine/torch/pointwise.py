@@ -6,41 +6,62 @@ times the memory. Frozen parameters (norm weights) get no gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+if TYPE_CHECKING:
+    from spillover.models.config import Activation
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the statistics in float32."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the statistics in float32.
+
+    A float32 weight multiplies before the result is rounded to the dtype of ``x``, one of that dtype after.
+    """
     if x.requires_grad:
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     wide = x.float()
-    return (wide * _inverse_size(wide, eps)).to(x.dtype).mul_(weight)
+    return _weighted(wide * _inverse_size(wide, eps), weight, x.dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
-    """Rotate the first `count` of ``[N, heads, D]`` by the tables of `Rotary`, ``[N, 1, D]``.
+    """Rotate the first `count` of ``[N, heads, D]`` by the tables of `Rotary`, ``[N, 1, dim]``.
 
-    Without a gradient this happens in place.
+    The first ``dim`` dimensions of each head turn. Without a gradient this happens in place.
     """
     if heads.requires_grad:
         return _Rotate.apply(heads, cos, sin, count)  # type: ignore[no-untyped-call, no-any-return]
-    x = heads[:, :count]
+    x = heads[:, :count, : cos.shape[-1]]
     swapped = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos).addcmul_(swapped, sin)
     return heads
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer, arXiv 2002.05202) of ``[N, 2 I]``, gate first."""
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) * up`` (Shazeer, arXiv 2002.05202) of ``[N, 2 I]``, gate first."""
     if gate_up.requires_grad:
-        return _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call, no-any-return]
+        return _Gated.apply(gate_up, activation)  # type: ignore[no-untyped-call, no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return _activate(gate, activation).mul_(up)
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """``cap tanh(x / cap)``, a soft limit on the size of ``x`` (Gemma 2, arXiv 2408.00118), in place."""
+    return x if cap is None else x.div_(cap).tanh_().mul_(cap)
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if weight.dtype == torch.float32:
+        return normed.mul_(weight).to(dtype)
+    return normed.to(dtype).mul_(weight)
 
 
 def _inverse_size(wide: Tensor, eps: float) -> Tensor:
@@ -56,7 +77,7 @@ class _RmsNorm(torch.autograd.Function):
         wide = x.float()
         scale = _inverse_size(wide, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return _weighted(wide * scale, weight, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -85,26 +106,33 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
     out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-    x, turned = heads[:, :count], out[:, :count]
-    torch.mul(x, cos, out=turned).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    dim = cos.shape[-1]
+    x, turned = heads[:, :count, :dim], out[:, :count, :dim]
+    torch.mul(x, cos, out=turned).addcmul_(x.roll(dim // 2, -1), sin)
+    out[:, :count, dim:] = heads[:, :count, dim:]
     out[:, count:] = heads[:, count:]
     return out
 
 
-class _SwiGlu(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _activate(gate, activation).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         by_gate, by_up = result.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=by_up)
-        by_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return result
+        torch.mul(_activate(gate, ctx.activation), grad, out=by_up)
+        outer = grad * up
+        if ctx.activation == "silu":
+            by_gate.copy_(torch.ops.aten.silu_backward(outer, gate))
+        else:
+            by_gate.copy_(torch.ops.aten.gelu_backward(outer, gate, approximate="tanh"))
+        return result, None

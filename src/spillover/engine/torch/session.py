@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Ids, TokenLogprob
-from spillover.engine.torch.attention import Causal, grouped, visible
+from spillover.engine.torch.attention import Causal, Scoring, grouped, visible
 from spillover.engine.torch.decoder import Decoder
+from spillover.engine.torch.linear import Worn
 from spillover.engine.torch.packing import pack
 
 # Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
@@ -34,9 +35,9 @@ class TorchLogits:
         """The logits of one row, float32 ``[V]``."""
         return self._logits[row].cpu().numpy()
 
-    def logprobs(self, row: int, token: int, top: int) -> TokenLogprob:
-        """The log-probability of `token` in `row` and of the `top` most likely tokens."""
-        return token_logprobs(self._logits[row : row + 1], [token], top)[0]
+    def logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        """The log-probability of one token in each of `rows`, and of the `top` most likely tokens there."""
+        return token_logprobs(self._logits[torch.tensor(rows, device=self._logits.device)], tokens, top)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -57,8 +58,11 @@ class TorchSession:
     The memory is reserved here and, on the CPU, taken only as positions are written.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, length: int) -> None:
+    def __init__(self, decoder: Decoder, worn: Worn, slots: int, length: int) -> None:
         self.slots = slots
+        self._worn = worn
+        self._adapters: list[int] = []
+        self._reserved = 0
         self.length = length
         config = decoder.config
         self._decoder = decoder
@@ -71,13 +75,21 @@ class TorchSession:
         self._seen: tuple[int, int] = (0, 0)
         self._views: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    def reserve(self, tokens: int) -> bool:
+        """Keep a slot for a row, whatever its length; False: all are taken."""
+        room = len(self._lengths) + self._reserved < self.slots
+        self._reserved += room
+        return room
+
     @torch.inference_mode()
-    def admit(self, prompts: Sequence[Sequence[int]]) -> TorchLogits:
+    def admit(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int] = ()) -> TorchLogits:
         """Prefill `prompts` as rows n, n + 1, ...; logits of their last tokens."""
+        self._reserved = max(0, self._reserved - len(prompts))
+        worn = list(adapters) or [0] * len(prompts)
         config, device = self._decoder.config, self._decoder.device
         lengths = [len(prompt) for prompt in prompts]
         stream = pack(prompts, device)
-        causal = Causal(stream.lengths, config.kv_heads, config.sliding_window)
+        causal = Causal(stream.lengths, config)
         first = len(self._lengths)
 
         def attend(layer: int, heads: Tensor) -> Tensor:
@@ -86,8 +98,10 @@ class TorchSession:
                 self._cache[layer, row, :, : len(part)] = part.transpose(0, 1)
             return causal(layer, heads)
 
+        self._worn.wear(worn, lengths, device)
         hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attend)
         self._lengths += lengths
+        self._adapters += worn
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         return TorchLogits(self._decoder.logits(hidden[last]))
 
@@ -99,8 +113,7 @@ class TorchSession:
         positions = torch.tensor(self._lengths, device=device)
         longest = max(self._lengths) + 1
         seen = -(-longest // _STRIDE) * _STRIDE
-        bias = torch.zeros(rows, 1, 1, seen, dtype=self._decoder.dtype, device=device)
-        bias.masked_fill_(~visible(positions, seen, config.sliding_window)[:, None, None], -torch.inf)
+        biases = {window: self._bias(positions, seen, window) for window in set(config.windows)}
         # where each row's new keys and values go, counted in vectors of one layer's cache
         starts = torch.arange(rows * 2 * config.kv_heads, device=device).view(rows, -1) * self._cache.shape[3]
         places = (starts + positions.unsqueeze(1)).flatten()
@@ -111,8 +124,10 @@ class TorchSession:
             vectors, keys, values = views[layer]
             vectors.index_copy_(0, places, heads[:, config.heads :].reshape(-1, config.head_dim))
             q = heads[:, : config.heads].reshape(grouped_shape)  # [n, kv, G, D]
-            return grouped(q, keys, values, bias).reshape(rows, -1)
+            scoring = Scoring.of(config, layer)
+            return grouped(q, keys, values, biases[scoring.window], scoring).reshape(rows, -1)
 
+        self._worn.wear(self._adapters, [1] * rows, device)
         hidden = self._decoder.hidden(torch.tensor(tokens, device=device), positions, longest, attend)
         self._lengths = [length + 1 for length in self._lengths]
         return TorchLogits(self._decoder.logits(hidden))
@@ -124,7 +139,14 @@ class TorchSession:
         if row != last:
             self._cache[:, row, :, :length] = self._cache[:, last, :, :length]
             self._lengths[row] = length
+            self._adapters[row] = self._adapters[last]
         self._lengths.pop()
+        self._adapters.pop()
+
+    def _bias(self, positions: Tensor, seen: int, window: int | None) -> Tensor:
+        """0 for the keys that each row's new token sees, minus infinity for others: ``[n, 1, 1, seen]``."""
+        bias = torch.zeros(len(positions), 1, 1, seen, dtype=self._decoder.dtype, device=positions.device)
+        return bias.masked_fill_(~visible(positions, seen, window)[:, None, None], -torch.inf)
 
     def _layer_views(self, rows: int, seen: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer: the cache as vectors, and the keys and values that `rows` rows see."""

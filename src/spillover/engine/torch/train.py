@@ -186,10 +186,12 @@ class TorchTrainer:
         starts = np.cumsum([0, *lengths[:-1]])
         places = torch.cat([one.targets + int(start) for one, start in zip(group, starts, strict=True)])
         config = self._decoder.config
-        attention = Causal(lengths, config.kv_heads, config.sliding_window)
+        attention = Causal(lengths, config)
         hidden = self._decoder.hidden(tokens, positions, max(lengths), attention)  # [N, H]
         predicting = self._decoder.normed(hidden.index_select(0, places - 1))
-        return cross_entropy_sum(predicting, self._linears.head, tokens[places], LOGIT_BYTES)
+        return cross_entropy_sum(
+            predicting, self._linears.head, tokens[places], LOGIT_BYTES, config.logit_softcap
+        )
 
     @torch.no_grad()
     def _update(self, lr: float, norm: float) -> None:
@@ -235,18 +237,18 @@ class _Trainable:
         self.adapted: list[LoraLinear] = []
         self.head = torch.empty(0)  # [V, H]
         self._model = weights.config
-        self._config = config
+        self._config = config.on(weights.config)
         self._dropout = dropout
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         if layer < 0:
             self.head = weight
             return Dense(weight, bias)
-        columns = spans(self._model, name, self._config.targets)
+        columns = spans(self._model, layer, name, self._config.targets)
         if not columns:
             return Dense(weight, bias)
         self.adapted.append(LoraLinear(layer, weight, bias, columns, self._config.scale, self._dropout))
         return self.adapted[-1]
 
     def gate(self, layer: int, weight: Tensor) -> Gate:
-        return FusedGate(self.linear(layer, "gate_up", weight, None))
+        return FusedGate(self.linear(layer, "gate_up", weight, None), self._model.activation)

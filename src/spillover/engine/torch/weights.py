@@ -12,31 +12,49 @@ import torch
 from torch import Tensor
 
 from spillover.errors import ModelError
+from spillover.models.index import expert_names, head_name, linears, norm_names
 
 if TYPE_CHECKING:
     from spillover.models import ModelConfig, WeightIndex
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
-# modules whose outputs share an input, so that one product computes them
+# modules whose outputs share an input, so that one product computes them; a model has them apart or fused
 FUSED: dict[str, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
     "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
     "down": ("mlp.down_proj",),
 }
 
 
 @dataclass(frozen=True)
+class ExpertWeights:
+    """The feed-forward experts of one layer."""
+
+    router: Tensor  # [E, H]
+    gate_up: list[Tensor]  # E of [2 I, H], gate first
+    down: list[Tensor]  # E of [H, I]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Matrices are ``[outputs, inputs]``; the fused ones stack the outputs of `FUSED`."""
+    """One layer. Matrices are ``[outputs, inputs]``; the fused ones stack the outputs of `FUSED`.
+
+    `input_norm` comes before attention, `post_norm` before the feed-forward part; the output norms of some
+    families normalise what either adds to the residual. Norms have the model's offset added, and are float32
+    if there is one. A layer with experts has no ``gate_up`` and ``down``.
+    """
 
     input_norm: Tensor  # [H]
     post_norm: Tensor  # [H]
+    attention_output_norm: Tensor | None  # [H]
+    feedforward_output_norm: Tensor | None  # [H]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     matrices: dict[str, Tensor]
     biases: dict[str, Tensor | None]
+    experts: ExpertWeights | None
 
 
 class Weights:
@@ -54,38 +72,66 @@ class Weights:
     @cached_property
     def embedding(self) -> Tensor:
         """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree."""
-        return self._view("model.embed_tokens.weight").to(self.device, self.dtype)
+        return self._view(f"{self.config.prefix}embed_tokens.weight").to(self.device, self.dtype)
 
     @property
     def head(self) -> Tensor:
         """The output matrix, ``[V, H]``: the embedding itself when the model ties them."""
-        return self.embedding if self.config.tied else self._read("lm_head.weight")
+        return self.embedding if self.config.tied else self._read(head_name(self.config))
 
     @property
     def norm(self) -> Tensor:
         """The final norm's weight, ``[H]``."""
-        return self._read("model.norm.weight")
+        return self._norm(f"{self.config.prefix}norm.weight")
 
     def layer(self, number: int) -> LayerWeights:
         """Read layer `number`, its matrices fused."""
-        prefix = f"model.layers.{number}."
-        attention = f"{prefix}self_attn."
-        biased = ("qkv",) if self.config.attention_bias else ()
-        normed = self.config.qk_norm
+        config, prefix = self.config, f"{self.config.prefix}layers.{number}."
+        names = {role: f"{prefix}{name}.weight" for role, name in norm_names(config).items()}
+        norms = {role: self._norm(name) for role, name in names.items()}
+        modules = linears(config, number)
+        parts = {name: [one for one in FUSED[name] if one in modules] for name in FUSED}
+        heads = {name: f"{prefix}self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
         return LayerWeights(
-            input_norm=self._read(f"{prefix}input_layernorm.weight"),
-            post_norm=self._read(f"{prefix}post_attention_layernorm.weight"),
-            q_norm=self._read(f"{attention}q_norm.weight") if normed else None,
-            k_norm=self._read(f"{attention}k_norm.weight") if normed else None,
-            matrices={name: self._stack(prefix, parts, "weight") for name, parts in FUSED.items()},
-            biases={
-                name: self._stack(prefix, parts, "bias") if name in biased else None
-                for name, parts in FUSED.items()
+            input_norm=norms["attention_input"],
+            post_norm=norms["feedforward_input"],
+            attention_output_norm=norms.get("attention_output"),
+            feedforward_output_norm=norms.get("feedforward_output"),
+            q_norm=self._norm(heads["q_norm"]) if config.qk_norm else None,
+            k_norm=self._norm(heads["k_norm"]) if config.qk_norm else None,
+            matrices={
+                name: self._stack([f"{prefix}{one}.weight" for one in group])
+                for name, group in parts.items()
+                if group
             },
+            biases={
+                name: self._stack([f"{prefix}{one}.bias" for one in group])
+                if name == "qkv" and config.attention_bias
+                else None
+                for name, group in parts.items()
+            },
+            experts=self._experts(prefix) if config.sparse(number) else None,
         )
 
-    def _stack(self, prefix: str, parts: Sequence[str], kind: str) -> Tensor:
-        views = [self._view(f"{prefix}{part}.{kind}") for part in parts]
+    def _experts(self, prefix: str) -> ExpertWeights:
+        names, count = expert_names(self.config), self.config.experts.count if self.config.experts else 0
+        return ExpertWeights(
+            router=self._read(f"{prefix}{names.router}.weight"),
+            gate_up=[
+                self._stack([f"{prefix}{names.of(one, part)}" for part in (names.gate, names.up)])
+                for one in range(count)
+            ],
+            down=[self._read(f"{prefix}{names.of(one, names.down)}") for one in range(count)],
+        )
+
+    def _norm(self, name: str) -> Tensor:
+        if not self.config.norm_offset:
+            return self._read(name)
+        # in float32: bf16 would round one plus a small weight to few steps
+        return self._view(name).to(self.device, torch.float32) + self.config.norm_offset
+
+    def _stack(self, names: Sequence[str]) -> Tensor:
+        views = [self._view(name) for name in names]
         shape = (sum(view.shape[0] for view in views), *views[0].shape[1:])
         fused = torch.empty(shape, dtype=self.dtype, device=self.device)
         torch._foreach_copy_(list(torch.split(fused, [view.shape[0] for view in views])), views)
