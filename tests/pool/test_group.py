@@ -61,8 +61,10 @@ class Log:
         finally:
             self._busy.release()
 
-    def group(self, limit: int = 100, weigh: Callable[[Any], int] = lambda item: 1) -> Group[Any, Any]:
-        return Group(self.commit, weigh, limit)
+    def group(
+        self, limit: int = 100, weigh: Callable[[Any], int] = lambda item: 1, patience: float = 0.0
+    ) -> Group[Any, Any]:
+        return Group(self.commit, weigh, limit, patience)
 
 
 def waiting(group: Group[Any, Any]) -> int:
@@ -118,6 +120,42 @@ def test_calls_that_arrive_during_a_commit_share_the_next() -> None:
     log.open.set()
     join(threads)
     assert [len(items) for items in log.groups] == [1, 5]
+
+
+def test_callers_who_come_back_share_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left behind by a group that leaves at once, so that two groups take turns."""
+    monkeypatch.setattr("spillover.pool.group.SHORTEST", 0.0)
+    monkeypatch.setattr("spillover.pool.group.LONGEST", DEADLINE)
+    log = Log()
+    group = log.group(patience=1e9)
+
+    def work(calls: int) -> None:
+        for number in range(calls):
+            assert group(number) == ("done", number)
+
+    log.open.clear()
+    threads = [start(lambda: work(21))]
+    until(lambda: len(log.groups) == 1)
+    threads += [start(lambda: work(20)) for _ in range(5)]
+    until(lambda: waiting(group) == 5)
+    log.open.set()
+    join(threads)
+    assert [len(items) for items in log.groups] == [1] + [6] * 20
+
+
+def test_callers_who_do_not_come_back_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spillover.pool.group.SHORTEST", 0.0)
+    log = Log()
+    group = log.group(patience=1e9)
+    log.open.clear()
+    threads = [start(lambda: group("first"))]
+    until(lambda: len(log.groups) == 1)
+    threads += [start(lambda name=name: group(name)) for name in range(5)]  # type: ignore[misc]
+    until(lambda: waiting(group) == 5)
+    log.open.set()
+    join(threads)
+    assert group("alone") == ("done", "alone")
+    assert [len(items) for items in log.groups] == [1, 5, 1]
 
 
 def test_one_result_may_be_an_exception() -> None:
@@ -260,7 +298,8 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Interruption))
 
 
-def test_interruptions_at_any_instruction_lose_no_call_of_others() -> None:
+@pytest.mark.parametrize("patience", [0.0, 1.0])
+def test_interruptions_at_any_instruction_lose_no_call_of_others(patience: float) -> None:
     """Half of the threads are interrupted again and again; the rest must be answered, each call once."""
     log, luck = Log(), random.Random(5)
 
@@ -268,7 +307,7 @@ def test_interruptions_at_any_instruction_lose_no_call_of_others() -> None:
         time.sleep(0.0002)
         return log.commit(items)
 
-    group: Group[Any, Any] = Group(commit, lambda item: 1, 5)
+    group: Group[Any, Any] = Group(commit, lambda item: 1, 5, patience)
     stop, answered, odd = threading.Event(), [], []
 
     def victim(name: int) -> None:

@@ -74,9 +74,9 @@ class Group(Generic[Item, Result]):
                 if lead := self._leader is None:
                     self._leader = ticket
                 self._waiting.append(ticket)
-                if self._all_back is not None and len(self._waiting) == self._expected:
-                    self._all_back.release()
-                    self._all_back = None
+                if len(self._waiting) == self._expected and (all_back := self._all_back) is not None:
+                    self._all_back = None  # first: an interruption here must not let it be released twice
+                    all_back.release()
             if not lead:
                 ticket.woken.acquire()
                 if ticket.following is not None:
