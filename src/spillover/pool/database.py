@@ -30,6 +30,7 @@ from spillover.store.filesystem import is_local
 __all__ = ["open_database", "require_sound", "transaction", "translated"]
 
 CACHE_KIB = 64 << 10
+LOG_PAGES = 4000  # of the log before it is merged into the database, which costs two syncs more
 TRIES = 20
 STAMP_SECONDS = 0.05
 """Longer than the steps of the clock that a server stamps writes with."""
@@ -138,6 +139,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, schema: str, version: i
         "fullfsync=1",
         f"cache_size=-{CACHE_KIB}",
         "temp_store=MEMORY",
+        f"wal_autocheckpoint={LOG_PAGES}",
     ):
         connection.execute(f"PRAGMA {pragma}")
     (found,) = connection.execute("PRAGMA user_version").fetchone()
