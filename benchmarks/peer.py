@@ -1,7 +1,7 @@
-"""Processes that a benchmark talks to, and the peer's virtual environment.
+"""Processes that a benchmark talks to, and the peers' virtual environments.
 
-The environment holds the peer alone, 3 MB without its dependencies: NumPy and torch are those of the Python
-that runs the benchmark, so that both sides use the same ones and no second torch is fetched.
+An environment holds one peer alone: what else it needs, such as NumPy and torch, is that of the Python that
+runs the benchmark, so that both sides use the same and no second torch is fetched.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ PACKAGE = "straw-queue"
 VERSION = "0.1.6"
 
 
-def environment() -> Path:
-    """The Python of the peer's environment, which is made when it is not there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "spillover-peers" / f"{PACKAGE}-{VERSION}-py{sysconfig.get_python_version()}"
+def cache() -> Path:
+    """The folder of what benchmarks keep from run to run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "spillover-peers"
+
+
+def environment(package: str = PACKAGE, version: str = VERSION, *beside: str, note: str = "") -> Path:
+    """The Python of a peer's environment, which is made from PyPI when it is not there.
+
+    ``beside`` are requirements that the borrowed packages lack; ``note`` says what the installation takes.
+    """
+    folder = cache() / f"{package}-{version}-py{sysconfig.get_python_version()}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
-        print(f"installing {PACKAGE} {VERSION} into {folder}", flush=True)
+        print(f"installing {package} {version} into {folder}{note and f': {note}'}", flush=True)
         venv.create(folder, clear=True, with_pip=True)
-        command = ["-m", "pip", "install", "--quiet", "--no-deps", f"{PACKAGE}=={VERSION}"]
+        command = ["-m", "pip", "install", "--quiet", "--no-deps", f"{package}=={version}", *beside]
         subprocess.run([python, *command], check=True)
         (folder / "complete").touch()
     packages = sysconfig.get_path("purelib", scheme="venv", vars={"base": str(folder)})
@@ -54,8 +62,13 @@ class Process:
             raise SystemExit(f"{call} in {' '.join(map(str, self._process.args))}: {answer['error']}")
         return answer["value"]
 
+    def close(self) -> None:
+        """End it: its input is over."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.communicate()
+
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        self.close()

@@ -1,85 +1,91 @@
 """One LoRA step on the demo model against PEFT on transformers with ``torch.optim.AdamW``: the same batch.
 
 Rank 16 on all seven linear layers, a micro-batch of 4 sequences of about 128 tokens, loss on the last half of
-each.
+each. Each side runs in a process of its own, on all processors; steps alternate, and medians are compared.
+
+The arithmetic of a step is what no implementation can leave out: every weight once forward and once for the
+gradient of its input (2 operations each per token), the head on target rows alone, adapters three times, and
+the visible half of the attention scores (2 products forward, 4 backward). Divided by the rate of a large
+product, measured between the steps, it is the least time that a step can take.
 
     python benchmarks/tune_step.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import sys
 import time
-import warnings
+from pathlib import Path
 
-import numpy as np
 import torch
-from report import Report, alternate, arguments
+from peer import Process
+from report import Report, arguments
+from tune_side import DTYPES, micro_batch
 
-from spillover.engine import MicroBatch, Optimizer, Work, engine
-from spillover.models import LoraConfig, Model, initial, resolve
+from spillover.models import LoraConfig, Model, resolve
+from spillover.models.index import linears
 
-BATCH, LENGTH = 4, 128
-
-
-def micro_batch(vocabulary: int) -> MicroBatch:
-    """Random tokens: the time of a step does not depend on which they are."""
-    source = np.random.default_rng(0)
-    tokens = source.integers(0, vocabulary, (BATCH, LENGTH))
-    mask = np.zeros((BATCH, LENGTH), dtype=np.bool_)
-    mask[:, LENGTH // 2 :] = True
-    return MicroBatch(tokens, mask, np.array([LENGTH, LENGTH - 3, LENGTH - 6, LENGTH - 9]))
+SIDE = Path(__file__).with_name("tune_side.py")
+THREADS = len(os.sched_getaffinity(0))
 
 
-def ours(model: Model, batch: MicroBatch, numerics: str):
-    """A function that makes one step and returns its seconds."""
-    config, torch_engine = LoraConfig(), engine("torch")
-    plan = torch_engine.plan(model, Work("train", BATCH, LENGTH, config, numerics=numerics, device="cpu"))
-    trainer = torch_engine.load(model, plan).trainer(config, initial(config, model.config, 0), Optimizer())
+def operations(model: Model) -> float:
+    """Multiplications and additions of a step, each one counted."""
+    config, rank = model.config, LoraConfig().rank
+    batch = micro_batch(config.vocab_size)
+    tokens = int(batch.lengths.sum())
+    targets = sum(int(mask[1:length].sum()) for mask, length in zip(batch.mask, batch.lengths, strict=True))
+    shapes = [shape for layer in range(config.layers) for shape in linears(config, layer).values()]
+    weights = sum(inputs * outputs for inputs, outputs in shapes)
+    adapters = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
+    pairs = sum(int(length) * (int(length) + 1) // 2 for length in batch.lengths)
+    head = config.vocab_size * config.hidden_size * targets
+    attention = pairs * config.heads * config.head_dim * config.layers
+    return 4 * weights * tokens + 4 * head + 6 * adapters * tokens + 12 * attention
 
-    def run() -> float:
+
+def rate(dtype: torch.dtype) -> float:
+    """Operations per second in products of ``[2048, 2048]``; the best of a few."""
+    one = torch.randn(2048, 2048).to(dtype)
+    seconds = []
+    for _ in range(5):
         start = time.perf_counter()
-        trainer.step([batch], lr=1e-4)
-        return time.perf_counter() - start
+        one @ one
+        seconds.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(seconds)
 
-    return run
 
-
-def peer(model: Model, batch: MicroBatch, dtype: torch.dtype):
-    """The same step as a PEFT user writes it."""
-    import peft
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    base = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
-    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    theirs = peft.get_peft_model(base, lora).train()
-    leaves = [value for value in theirs.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(leaves, lr=1e-4, weight_decay=0.01)
-    ids = torch.from_numpy(batch.tokens)
-    present = torch.arange(LENGTH) < torch.from_numpy(batch.lengths)[:, None]
-    labels = torch.where(torch.from_numpy(batch.mask) & present, ids, -100)
-
-    def run() -> float:
-        start = time.perf_counter()
-        theirs(input_ids=ids, attention_mask=present.long(), labels=labels).loss.backward()
-        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - start
-
-    return run
+def compare(report: Report, model: Model, numerics: str, rounds: int) -> None:
+    settings = {"OMP_NUM_THREADS": str(THREADS)}
+    ours, peer = (
+        Process(sys.executable, SIDE, side, numerics, settings=settings) for side in ("ours", "peft")
+    )
+    with ours, peer:
+        ours.ask("step"), peer.ask("step")
+        seconds: list[tuple[float, float]] = []
+        rates = []
+        for _ in range(rounds):
+            seconds.append((ours.ask("step")[0], peer.ask("step")[0]))
+            rates.append(rate(DTYPES[numerics]))
+        mine, theirs = (statistics.median(side) for side in zip(*seconds, strict=True))
+        report.add(f"LoRA step, {numerics}", mine, theirs, "s", higher_is_better=False)
+        least = operations(model) / max(rates)
+        print(
+            f"  arithmetic {least:.3f} s at {max(rates) / 1e9:.0f} GFLOP/s: share {least / mine:.0%}",
+            flush=True,
+        )
+        peaks = ours.ask("peak_mb"), peer.ask("peak_mb")
+        report.add(f"peak memory, {numerics}", *peaks, "MB", higher_is_better=False)
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
     args = arguments(__doc__)
+    torch.set_num_threads(THREADS)
     model, report = resolve("demo"), Report()
-    batch = micro_batch(model.config.vocab_size)
-    for numerics, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
-        mine, other = ours(model, batch, numerics), peer(model, batch, dtype)
-        mine(), other()
-        result = alternate(mine, other, 2 if args.quick else 9)
-        report.add(f"LoRA step, {numerics}", *result, "s", higher_is_better=False)
+    for numerics in DTYPES:
+        compare(report, model, numerics, 2 if args.quick else 9)
     report.save(args.json)
 
 

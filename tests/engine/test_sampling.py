@@ -73,9 +73,55 @@ def test_uniform_depends_on_seed_row_and_index_alone():
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.88  # 9 degrees of freedom, 99.9 %
 
 
-def test_the_last_possible_token_ends_the_range():
-    logits = np.array([0.0, 0.0, -np.inf], dtype=np.float32)
+@pytest.mark.parametrize("size", [3, 128, 300, 1000])
+def test_the_last_possible_token_ends_the_range(size):
+    logits = np.full(size, -np.inf, dtype=np.float32)
+    logits[:2] = 0
     assert sample(logits, Sampling(temperature=1.0), np.nextafter(1.0, 0.0)) == 1
+
+
+def plain(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """What may be chosen, over all tokens sorted, without a shortcut."""
+    p = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
+    if sampling.top_k:
+        p[p < np.sort(p)[-sampling.top_k]] = 0
+    p /= p[p > 0].sum()
+    ordered = np.sort(p)[::-1]
+    last = int(np.searchsorted(np.cumsum(ordered, dtype=np.float64), sampling.top_p))
+    floor = ordered[min(last, p.size - 1)] if sampling.top_p < 1 else 0
+    return (p >= max(floor, np.float32(sampling.min_p) * p.max())) & (p > 0)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1, 4, 20])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.8, top_p=0.9),
+        Sampling(temperature=1.0, top_p=0.9995),
+        Sampling(temperature=1.3, top_k=5),
+        Sampling(temperature=1.3, top_k=500),
+        Sampling(temperature=0.7, top_k=60, top_p=0.8, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_of_real_size_needs_no_sorting_of_all(sampling, spread):
+    logits = np.random.default_rng(3).normal(0, spread, 30_001).astype(np.float32).round(3)  # with equals
+    kept, p = distribution(logits, sampling)
+    assert kept is not None
+    np.testing.assert_array_equal(kept, np.flatnonzero(plain(logits, sampling)))
+    order = np.cumsum(p, dtype=np.float64)
+    for u in (0.0, 0.1, 0.5, 0.999):
+        assert sample(logits, sampling, u) == kept[np.searchsorted(order, u * order[-1], side="right")]
+
+
+def test_a_draw_over_all_tokens_is_the_inverse_of_the_distribution():
+    logits = np.random.default_rng(4).normal(0, 2, 30_001).astype(np.float32)
+    kept, p = distribution(logits, Sampling(temperature=1.0))
+    assert kept is None
+    order = np.cumsum(p, dtype=np.float64)
+    for u in np.linspace(0, 0.9999, 300):
+        wanted = np.searchsorted(order, u * order[-1], side="right")
+        assert sample(logits, Sampling(temperature=1.0), u) == wanted
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from faults import Outcome, Zygote
+from faults import Zygote
 from jobs.test_run import answers
 from spillover.jobs.segments import KIND, Segments
 from spillover.state import Control, State
@@ -41,10 +41,9 @@ def faults(count: int, stride: int) -> Iterator[tuple[int, str]]:
                 yield at, kind
 
 
-def check_fault(outcome: Outcome, at: int, kind: str) -> None:
+def require_turns(turns: list[bool]) -> None:
     """Saves run beside the work, so the number of calls varies: a late fault may not have its turn."""
-    reached = len(outcome.calls) >= at
-    assert outcome.code in ((-9,) if reached and kind.startswith("kill") else (0, 1)), outcome
+    assert turns.count(True) > len(turns) * 0.75, "the calls are not the same from run to run"
 
 
 def current(uri: str, name: str, log: Path) -> Control | None:
@@ -59,40 +58,44 @@ def current(uri: str, name: str, log: Path) -> Control | None:
 
 
 @pytest.mark.slow
-def test_tune_through_every_fault(durable_uri: str, folder: Path, tiny: Path, zygotes) -> None:
+def test_tune_through_every_fault(quick_uri: str, folder: Path, tiny: Path, zygotes) -> None:
     tuning, _ = zygotes
     options = {"folder": str(folder), "model": str(tiny)}
-    clean = tuning.run(f"{durable_uri}/clean", folder / "clean.log", **options)
+    clean = tuning.run(f"{quick_uri}/clean", folder / "clean.log", **options)
     assert clean.code == 0, clean
-    wanted = losses_and_params(f"{durable_uri}/clean", folder)
-    local = not durable_uri.startswith("s3:")
+    wanted = losses_and_params(f"{quick_uri}/clean", folder)
+    local = not quick_uri.startswith("s3:")
+    turns: list[bool] = []
     for at, kind in faults(len(clean.calls), 8 if local else 1000):
-        uri, log = f"{durable_uri}/{at}-{kind}", folder / f"{at}-{kind}.log"
-        check_fault(tuning.run(uri, log, (at, kind), **options), at, kind)
+        uri, log = f"{quick_uri}/{at}-{kind}", folder / f"{at}-{kind}.log"
+        turns.append(tuning.run(uri, log, (at, kind), **options).require(at, kind))
         current(uri, "ckpt", log)
         final = tuning.run(uri, log, takeover=not local, **options)
-        assert final.code == 0, (at, kind, clean.calls[at - 1], final)
+        assert final.code == 0, (at, kind, final)
         current(uri, "ckpt", log)
         assert losses_and_params(uri, folder) == wanted, (at, kind)
+    require_turns(turns)
 
 
 @pytest.mark.slow
-def test_rows_through_every_fault(durable_uri: str, folder: Path, tiny: Path, zygotes) -> None:
+def test_rows_through_every_fault(quick_uri: str, folder: Path, tiny: Path, zygotes) -> None:
     _, answering = zygotes
     options = {"folder": str(folder), "model": str(tiny)}
-    clean = answering.run(f"{durable_uri}/clean", folder / "clean.log", **options)
+    clean = answering.run(f"{quick_uri}/clean", folder / "clean.log", **options)
     assert clean.code == 0, clean
-    wanted = rows(f"{durable_uri}/clean", folder)
+    wanted = rows(f"{quick_uri}/clean", folder)
     assert len(wanted) == 12
-    local = not durable_uri.startswith("s3:")
+    local = not quick_uri.startswith("s3:")
+    turns: list[bool] = []
     for at, kind in faults(len(clean.calls), 8 if local else 1000):
-        uri, log = f"{durable_uri}/{at}-{kind}", folder / f"{at}-{kind}.log"
-        check_fault(answering.run(uri, log, (at, kind), **options), at, kind)
+        uri, log = f"{quick_uri}/{at}-{kind}", folder / f"{at}-{kind}.log"
+        turns.append(answering.run(uri, log, (at, kind), **options).require(at, kind))
         current(uri, "rows", log)
         final = answering.run(uri, log, takeover=not local, **options)
-        assert final.code == 0, (at, kind, clean.calls[at - 1], final)
+        assert final.code == 0, (at, kind, final)
         current(uri, "rows", log)
         assert rows(uri, folder) == wanted, (at, kind)
+    require_turns(turns)
 
 
 def losses_and_params(uri: str, scratch: Path) -> tuple[list[float], dict[str, bytes]]:

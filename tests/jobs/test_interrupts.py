@@ -31,8 +31,8 @@ def test_a_quantum_that_takes_too_long_is_abandoned() -> None:
     with Interrupts(headless=True, grace=0.2) as interrupts:
         with pytest.raises(Abandoned), interrupts.quantum():
             os.kill(os.getpid(), signal.SIGTERM)
-            busy(10)
-        assert time.monotonic() - before < 2
+            busy(60)
+        assert time.monotonic() - before < 30
         with pytest.raises(Abandoned), interrupts.quantum():  # no new one begins either
             pass
 

@@ -148,6 +148,7 @@ class Live:
             [
                 f"{event['step']:,} of {event['total']:,} {unit}",
                 f"{rate:,.0f} tokens/s" if rate is not None else "",
+                *([f"{event['share']:.0%} of {event['bound']}"] if event["share"] is not None else []),
                 f"{duration(event['eta_s'])} left",
                 f"{event['peak_mem_gb']:.1f} GB",
             ]

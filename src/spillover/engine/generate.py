@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from spillover.engine.estimate import Traffic
 from spillover.engine.protocol import Completion, Finish, LoadedModel, NextLogits, Request, TokenLogprob
 from spillover.engine.sampling import check, sample, uniform
 from spillover.engine.stopping import StopRule, TextStream
@@ -57,7 +58,8 @@ class Scheduler:
 
     `stream` makes the text stream that stop strings are looked for in; requests with ``stop`` need it.
     `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is
-    unfinished. ``prefilled`` and ``generated`` count tokens computed so far.
+    unfinished. ``prefilled`` and ``generated`` count tokens so far, ``traffic`` what passes moved and
+    multiplied at least, as far as the plan knows the model's speed.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Scheduler:
     ) -> None:
         self.prefilled = 0
         self.generated = 0
+        self.traffic = Traffic()
         self._model = model
         self._session = model.session()
         self._stream = stream
@@ -156,14 +159,26 @@ class Scheduler:
 
     def _admit(self, newcomers: list[_Row]) -> None:
         prompts = [(*row.request.tokens, *row.tokens) for row in newcomers]
+        found = self._session.shared
         logits = self._session.admit(prompts, [row.request.adapter for row in newcomers])
-        self.prefilled += sum(len(row.request.tokens) + len(row.tokens) for row in newcomers)
+        tokens = sum(len(prompt) for prompt in prompts)
+        self.prefilled += tokens
+        seen = sum(len(prompt) ** 2 for prompt in prompts) // 2
+        self._count(tokens - (self._session.shared - found), len(newcomers), seen)
         self._rows += newcomers
         self._choose(newcomers, logits)
 
     def _decode(self) -> None:
         logits = self._session.decode([row.tokens[-1] for row in self._rows])
+        seen = sum(len(row.request.tokens) + len(row.tokens) for row in self._rows)
+        self._count(len(self._rows), len(self._rows), seen)
         self._choose(self._rows, logits)
+
+    def _count(self, tokens: int, logits: int, seen: int) -> None:
+        """Note a pass that computed `tokens` tokens, which attended to `seen` positions in all."""
+        speed = self._model.plan.speed
+        if speed is not None:
+            self.traffic += speed.passes(1, tokens, logits, seen)
 
     def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
         """Append a token to each of `rows`, whose logits are in the same order, and release the finished."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from spillover.engine.estimate import Speed
+
 if TYPE_CHECKING:
     from spillover.models import Adapter, Model
     from spillover.models.lora import LoraConfig
@@ -106,7 +108,9 @@ class Plan:
 
     ``batch`` is at most the wanted one, ``cache_tokens`` the positions of all rows together. ``pass_tokens``
     bounds the tokens of one forward pass: newcomers in a prefill, sequences of a micro-batch in training.
-    ``kernels`` says what computes, ``why`` is one printable line.
+    ``kernels`` says what computes, ``why`` is one printable line. In training, ``two_layouts`` lays weights
+    out for both directions, at twice their bytes, and ``recompute`` keeps only the inputs of layers for the
+    backward. ``speed`` is what is known of how fast it goes.
     """
 
     engine: str
@@ -122,6 +126,9 @@ class Plan:
     why: str
     cache_tokens: int = 0
     kernels: str = ""
+    two_layouts: bool = False
+    recompute: bool = False
+    speed: Speed | None = None
 
 
 class NextLogits(Protocol):
@@ -144,10 +151,14 @@ class NextLogits(Protocol):
 
 
 class Session(Protocol):
-    """Rows being generated and their KV cache. Rows are numbered 0..n-1 without gaps."""
+    """Rows being generated and their KV cache. Rows are numbered 0..n-1 without gaps.
+
+    ``shared`` counts tokens of prompts that were not computed again, because an earlier one began alike.
+    """
 
     slots: int
     length: int
+    shared: int
 
     def reserve(self, tokens: int) -> bool:
         """Keep room for a row of up to `tokens` tokens, which the next `admit` brings; False: none now.

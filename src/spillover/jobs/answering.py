@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spillover.engine import Completion, Request, Scheduler
+from spillover.engine.estimate import Traffic
 from spillover.jobs.data import Row, read_rows
 from spillover.jobs.interrupts import Abandoned, Ending
-from spillover.jobs.pace import Pace
+from spillover.jobs.pace import Pace, Share
 from spillover.jobs.results import Answers, RowFailure
 from spillover.jobs.saving import Saver
 from spillover.jobs.segments import KIND, Cursor, Line, Segments
@@ -80,6 +81,8 @@ class Answering:
         self._fresh: list[Line] = []
         self._answers = self._answer_format()
         self._pace = Pace()
+        self._share = Share(work.plan.speed)
+        self._traffic = Traffic()
         self._saved = time.monotonic()
         self._quanta = 0
         self._ending: Ending | None = None
@@ -107,11 +110,12 @@ class Answering:
 
     def _answer(self, scheduler: Scheduler, saver: Saver) -> Ending:
         completions = scheduler.run(self._begin())
-        self._pace = Pace()
+        self._pace, self._share = Pace(), Share(self.work.plan.speed)
         try:
             while True:
                 with self.session.interrupts.quantum():
                     completion = next(completions, None)
+                self._traffic = scheduler.traffic
                 if completion is None:
                     return self._ending or Ending.DONE
                 self._finish(completion)
@@ -206,6 +210,7 @@ class Answering:
             tokens=tokens,
             tokens_per_s=self._pace.per_second,
             eta_s=self._pace.eta(total - self._tally.done),
+            **self._share.of(self._traffic),
         )
 
     def _worth_saving(self, scheduler: Scheduler) -> bool:

@@ -6,8 +6,9 @@ Every event has ``event``, ``time`` (Unix seconds), ``command``, ``step``, ``los
 ==============  ============================================================================
 ``start``       ``message`` (the line before the work), ``run``, ``state``, ``total``
 ``restore``     ``uri`` and ``step`` that the work continues from
-``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens`` (targets), ``step_s``, ``rows``
-``row``         one finished row: ``custom_id``, ``total``, ``finish``
+``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens`` (targets), ``step_s``, ``rows``,
+                ``bound`` (what holds the work back most) and ``share`` (of it, reached)
+``row``         one finished row: ``custom_id``, ``total``, ``finish``, ``bound``, ``share``
 ``checkpoint``  ``uri``: what was reported before this is durable
 ``stage``       a named part of the work: ``stage``, ``message``
 ``preempted``   ``signal``, ``run``, ``message``; the process exits 75

@@ -91,8 +91,8 @@ class Work(Protocol):
         """How many quanta there are in all."""
         ...
 
-    def line(self, state: str) -> str:
-        """The line before the work: what, with what, how much, where to."""
+    def line(self, state: str, done: int) -> str:
+        """The line before the work, of which `done` quanta are done: what, with what, how much, where to."""
         ...
 
 
@@ -224,7 +224,8 @@ def open_session(
     with state.acquire(work.identity, takeover=options.takeover, waiting=waiting) as owned:
         run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
-        line = work.line(store.uri)
+        progress = owned.document.progress
+        line = work.line(store.uri, progress.get("rows", progress.get("step", 0)))
         events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"

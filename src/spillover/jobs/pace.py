@@ -1,14 +1,19 @@
-"""How fast the work goes and when it will be over."""
+"""How fast the work goes, when it will be over, and how near to what bounds it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
-__all__ = ["Pace"]
+from spillover.engine.estimate import Bound, Estimate, Speed, Traffic
+
+__all__ = ["Pace", "Share", "forecast"]
 
 REMEMBERED = 64
 """Quanta that the rate looks back on: it follows a change of speed and ignores a single hiccup."""
+
+SHORTEST, LONGEST = 0.5, 30.0
+"""Seconds that a share of the bound covers at least, and about at most."""
 
 
 class Pace:
@@ -36,3 +41,46 @@ class Pace:
     @property
     def _elapsed(self) -> float:
         return max(1e-9, self._ends[-1] - self._ends[0])
+
+
+class Share:
+    """The share of what bounds the work that it reached over the last seconds."""
+
+    def __init__(self, speed: Speed | None) -> None:
+        self._limits = speed.limits if speed else None
+        self._seen: deque[tuple[float, Traffic]] = deque([(time.monotonic(), Traffic())])
+
+    def of(self, traffic: Traffic) -> dict[str, Bound | float | None]:
+        """``bound`` and ``share`` for an event, after `traffic` in all; None while they are not known."""
+        now = time.monotonic()
+        since, before = self._seen[0]
+        if self._limits is None or now - since < SHORTEST:
+            return {"bound": None, "share": None}
+        bound, least = (traffic - before).bound(self._limits)
+        if now - self._seen[-1][0] >= SHORTEST:
+            self._seen.append((now, traffic))
+            while self._seen[1][0] < now - LONGEST:
+                self._seen.popleft()
+        return {"bound": bound, "share": round(least / (now - since), 3)}
+
+
+def forecast(estimate: Estimate, quanta: int, unit: str, condition: str = "") -> str:
+    """For people: what bounds the work, how long it will take, and at which rates.
+
+    `quanta` of `unit` are to be done; `condition` is what the seconds depend on.
+    """
+    rates = f"{_figure(quanta / estimate.seconds)} {unit}/s, {estimate.tokens_per_s:,.0f} tokens/s"
+    about = f"{'roughly' if estimate.rough else 'about'} {_duration(estimate.seconds)}"
+    better = "; spill doctor --measure makes that exact" if estimate.rough else ""
+    return f"bound by {estimate.bound}, {about}{condition} ({rates}{better})"
+
+
+def _figure(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{_figure(seconds / size)} {unit}"
+    return f"{_figure(seconds)} s"

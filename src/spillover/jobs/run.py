@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spillover.engine import Engine, Plan, Sampling, Work, engine
+from spillover.engine.estimate import Generation
 from spillover.errors import InputError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
 from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
+from spillover.jobs.pace import forecast
 from spillover.jobs.runs import JobFile, Run, atomic_file
 from spillover.jobs.segments import KIND, Segments
 from spillover.models import Adapter, Model, Tokenizer, resolve
@@ -94,6 +96,32 @@ class RunSettings:
         return Sampling(*(decoding[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed")))
 
 
+@dataclass
+class Extent:
+    """Sums over rows: tokens of their prompts and of the longest answers they may have.
+
+    ``longest`` is the most that one takes with its answer, ``shared`` what all prompts begin with.
+    """
+
+    rows: int = 0
+    prompts: int = 0
+    answers: int = 0
+    longest: int = 0
+    shared: list[int] = field(default_factory=list)
+
+    def add(self, prompt: list[int], answer: int) -> None:
+        """Count a row."""
+        if not self.rows:
+            self.shared = prompt
+        elif prompt[: len(self.shared)] != self.shared:
+            pairs = zip(prompt, self.shared, strict=False)
+            self.shared = self.shared[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+        self.rows += 1
+        self.prompts += len(prompt)
+        self.answers += answer
+        self.longest = max(self.longest, len(prompt) + answer)
+
+
 @dataclass(frozen=True)
 class RunWork:
     """Checked inputs and the model's plan: all there is before state is touched."""
@@ -105,6 +133,7 @@ class RunWork:
     summary: FileSummary
     engine: Engine
     plan: Plan
+    extent: Extent
 
     @property
     def identity(self) -> Identity:
@@ -144,16 +173,33 @@ class RunWork:
         """Rows in all."""
         return self.summary.rows
 
-    def line(self, state: str) -> str:
-        """The line before the work: what, with what, how much, where to."""
+    def line(self, state: str, done: int) -> str:
+        """The line before the work: what, with what, how much, how long, where to."""
         s = self.settings
         parts = [
             f"run {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
             f"{self.summary.rows:,} rows, {self.plan.batch} at a time of up to {self.plan.sequence:,} tokens",
             "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}, seed {s.seed}",
+            *self._forecast(self.summary.rows - done),
             f"state at {state}",
         ]
         return "; ".join(parts)
+
+    def _forecast(self, rows: int) -> list[str]:
+        """What bounds the rest of the run, and how long that takes at most, if the machine was measured."""
+        speed, extent, samples = self.plan.speed, self.extent, self.settings.samples
+        if speed is None or not extent.rows or rows < 1:
+            return []
+        work = Generation(
+            rows=rows * samples,
+            prompt=extent.prompts / extent.rows,
+            answer=extent.answers / extent.rows,
+            batch=self.plan.batch,
+            pass_tokens=self.plan.pass_tokens,
+            shared=len(extent.shared),
+        )
+        condition = " if every answer takes all its tokens"
+        return [forecast(speed.generation(work), rows, "rows", condition)]
 
 
 def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: JobFile) -> Result:
@@ -197,10 +243,13 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     tokenizer = model.tokenizer()
     computing = engine(options.engine)
     rows = read_rows(settings.data, "prompt", stamp=summary.stamp)
-    longest = _longest(rows, settings, tokenizer, model.config.max_positions, events)
+    context = model.config.max_positions
+    extent = _extent(rows, settings, tokenizer, context, events)
+    longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
     work = Work("generate", batch, longest, None, options.numerics, options.device)
-    return RunWork(settings, model, adapter, tokenizer, summary, computing, computing.plan(model, work))
+    plan = computing.plan(model, work)
+    return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
 
 
 def _adapter(model: Model) -> Adapter | None:
@@ -224,20 +273,21 @@ def _digest(adapter: Adapter) -> str:
     return sha.hexdigest()
 
 
-def _longest(
+def _extent(
     rows: Iterator[Row], settings: RunSettings, tokenizer: Tokenizer, context: int, events: Events
-) -> int:
-    """Tokens that the longest row takes with its answer, of those rows that the context can hold."""
-    longest, count = 0, 0
+) -> Extent:
+    """Measure the rows that the context can hold with their answers."""
+    extent, count = Extent(), 0
     while batch := [*islice(rows, 1000)]:
         for row in batch:
-            need = len(tokenizer.prompt_ids(row.messages, tools=row.tools))
-            need += row.max_tokens or settings.max_tokens
-            longest = max(longest, need if need <= context else 0)
+            prompt = tokenizer.prompt_ids(row.messages, tools=row.tools)
+            answer = row.max_tokens or settings.max_tokens
+            if len(prompt) + answer <= context:
+                extent.add(prompt, answer)
         count += len(batch)
         if count % 20_000 == 0:
             events.emit("stage", stage="input", message=f"{count:,} rows measured")
-    return min(context, -(-max(longest, ROUND) // ROUND) * ROUND)
+    return extent
 
 
 def _already_complete(work: RunWork, run: Run, store: Store, document: Control) -> Result:

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from spillover.engine import Engine, Optimizer, Plan, Work, engine
+from spillover.engine.estimate import Tuning
 from spillover.errors import InputError, ModelError
 from spillover.jobs.checkpoint import KIND, read_checkpoint
 from spillover.jobs.data import FileSummary, Order, TrainingSet, check_file
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
 from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
+from spillover.jobs.pace import forecast
 from spillover.jobs.runs import JobFile, Run
 from spillover.jobs.schedule import Schedule, Steps
 from spillover.jobs.tune_loop import Trained, Training
@@ -101,6 +103,11 @@ class TuneWork:
     plan: Plan
 
     @property
+    def lora(self) -> LoraConfig:
+        """The adapter's configuration, by the names of the model's own modules."""
+        return self.settings.lora.on(self.model.config)
+
+    @property
     def identity(self) -> Identity:
         """What makes this the same work on any engine and machine."""
         s = self.settings
@@ -119,7 +126,7 @@ class TuneWork:
             "max_seq": s.max_seq,
             "rank": s.rank,
             "alpha": s.alpha,
-            "targets": ",".join(s.lora.targets),
+            "targets": ",".join(self.lora.targets),
             "dropout": s.dropout,
             "seed": s.seed,
         }
@@ -144,8 +151,8 @@ class TuneWork:
         """Optimizer steps in all."""
         return self.steps.total
 
-    def line(self, state: str) -> str:
-        """The line before the work: what, with what, how much, where to."""
+    def line(self, state: str, done: int) -> str:
+        """The line before the work: what, with what, how much, how long, where to."""
         s, longest = self.settings, int(self.examples.lengths.max())
         accumulated = f" x {s.grad_accum}" if s.grad_accum > 1 else ""
         parts = [
@@ -153,9 +160,29 @@ class TuneWork:
             f"{len(self.examples):,} examples of up to {longest:,} tokens",
             *self.examples.notes(),
             f"{self.steps.total:,} steps of {s.batch}{accumulated}, rank {s.rank}, lr {s.lr:g} {s.schedule}",
+            *self._forecast(self.steps.total - done),
             f"state at {state}",
         ]
         return "; ".join(parts)
+
+    def _forecast(self, steps: int) -> list[str]:
+        """What bounds the rest of the tune, and how long that takes, if the machine was measured."""
+        speed, examples = self.plan.speed, self.examples
+        if speed is None or steps < 1:
+            return []
+        sequences = len(examples) / self.order.per_epoch
+        sites = self.lora.sites(self.model.config)
+        work = Tuning(
+            steps=steps,
+            micro_batches=round(self.steps.micro_batches * steps / self.steps.total),
+            sequences=sequences,
+            length=examples.tokens / len(examples),
+            targets=sequences * examples.targets / len(examples),
+            adapter=self.lora.rank * sum(inputs + outputs for _, _, inputs, outputs in sites),
+            pass_tokens=self.plan.pass_tokens,
+            recompute=self.plan.recompute,
+        )
+        return [forecast(speed.tuning(work), steps, "steps")]
 
 
 def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFile) -> Result:
@@ -203,6 +230,7 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     lora = settings.lora
     summary = check_file(settings.data, "train")
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
+    lora = lora.on(model.config)
     tokenizer = model.tokenizer()
     examples = cleanup.enter_context(_examples(settings.data, tokenizer, settings.max_seq, summary))
     validation = None
@@ -230,7 +258,7 @@ def _already_complete(work: TuneWork, run: Run, store: Store, document: Control)
     """Install the adapter of a finished run again, if it is not there as it was."""
     reference = document.current[KIND]
     record, state = read_checkpoint(State(store).open(reference))
-    adapter = Adapter(work.settings.lora, state.params, work.model.ref.base, work.model.fingerprint)
+    adapter = Adapter(work.lora, state.params, work.model.ref.base, work.model.fingerprint)
     message = f"already complete: step {record.step}, final loss {record.losses[-1]:.4f}"
     if not _is_installed(work.settings.name, adapter):
         folder = adapter_folders.save(work.settings.name, adapter, overwrite=work.settings.overwrite)

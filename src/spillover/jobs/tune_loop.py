@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,12 @@ import msgspec
 import numpy as np
 
 from spillover.engine import MicroBatch, StepResult, Trainer
+from spillover.engine.estimate import Traffic
 from spillover.errors import Corrupt
 from spillover.jobs.checkpoint import KIND, TuneRecord, read_checkpoint, write_checkpoint
 from spillover.jobs.data import collate
 from spillover.jobs.interrupts import Abandoned, Ending
-from spillover.jobs.pace import Pace
+from spillover.jobs.pace import Pace, Share
 from spillover.jobs.saving import Saver
 from spillover.jobs.schedule import lr_at
 from spillover.models import initial
@@ -49,6 +51,8 @@ class Training:
         with session.interrupts.preparation():
             self._basis, self._trainer = self._restored()
         self._pace = Pace()
+        self._share = Share(self.work.plan.speed)
+        self._traffic = Traffic()
         self._saved = time.monotonic()
         self._in_save = (self.record.step, len(self.record.validation))
 
@@ -64,7 +68,7 @@ class Training:
             self.session.owned.complete({"step": self.record.step})
         params = self._trainer.state().params
         work = self.work
-        adapter = Adapter(work.settings.lora, params, work.model.ref.base, work.model.fingerprint)
+        adapter = Adapter(work.lora, params, work.model.ref.base, work.model.fingerprint)
         return ending, Trained(adapter, self.record.losses)
 
     def _steps(self, saver: Saver) -> Ending:
@@ -99,7 +103,16 @@ class Training:
         # The trainer's update has called `finishing`: from here to the end this cannot be abandoned.
         self.record.advance(result.loss, numbers.stop)
         rows = [int(work.examples.rows[index]) for indices in chosen for index in indices]
+        self._traffic += self._moved(batches, result.tokens)
         self._report(result, lr, rows, sum(int(batch.lengths.sum()) for batch in batches))
+
+    def _moved(self, batches: Sequence[MicroBatch], targets: int) -> Traffic:
+        """What a step moves and multiplies at least, as far as the plan knows the model's speed."""
+        speed = self.work.plan.speed
+        if speed is None:
+            return Traffic()
+        lengths = np.concatenate([batch.lengths for batch in batches])
+        return speed.trained(len(batches), int(lengths.sum()), targets, int((lengths**2).sum()) // 2)
 
     def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
         return collate([self.work.examples.example(int(index)) for index in indices])
@@ -119,6 +132,7 @@ class Training:
             step_s=round(seconds, 4),
             eta_s=self._pace.eta(remaining),
             rows=rows,
+            **self._share.of(self._traffic),
         )
 
     def _validate_if_due(self) -> None:
@@ -164,8 +178,8 @@ class Training:
         """The checkpoint to continue from, and a trainer that stands where it was written."""
         work, owned = self.work, self.session.owned
         loaded = work.engine.load(work.model, work.plan)
-        start = initial(work.settings.lora, work.model.config, work.settings.seed)
-        trainer = loaded.trainer(work.settings.lora, start, work.settings.optimizer, seed=work.settings.seed)
+        start = initial(work.lora, work.model.config, work.settings.seed)
+        trainer = loaded.trainer(work.lora, start, work.settings.optimizer, seed=work.settings.seed)
         trainer.protected = self.session.interrupts.finishing
         basis = self._basis_reference()
         if basis is not None:
@@ -192,7 +206,7 @@ class Training:
 
     def _new_record(self) -> TuneRecord:
         s, model = self.work.settings, self.work.model
-        lora = s.lora
+        lora = self.work.lora
         return TuneRecord(
             seed=s.seed,
             model={"id": model.ref.spec, "weight_fingerprint": model.fingerprint},

@@ -58,7 +58,8 @@ def step_loss(model: peft.PeftModel, batches: Sequence[MicroBatch]) -> torch.Ten
     for batch in batches:
         ids = torch.from_numpy(batch.tokens)
         present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
-        logits = model(input_ids=ids, attention_mask=present).logits[:, :-1].float()
+        logits = model(input_ids=ids, attention_mask=present).logits[:, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         wanted = torch.from_numpy(batch.mask)[:, 1:]
         total = total + torch.nn.functional.cross_entropy(logits[wanted], ids[:, 1:][wanted], reduction="sum")
         count += int(wanted.sum())

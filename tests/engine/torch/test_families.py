@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import peft
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 from engine.tiny import FAMILIES, loaded, prompt
 from engine.torch import verification
+from engine.torch.scripts import DOCS, script
 from spillover.models import Adapter, LoraConfig, adapters
 
 BOUND = 1e-4
@@ -121,18 +119,14 @@ def test_bf16_stays_near_float32(name, built):
 
 def test_the_page_of_families_is_current():
     """All but the measured figures is what the script would write now."""
-    folder = Path(__file__).parents[3] / "docs"
-    spec = importlib.util.spec_from_file_location("families", folder / "families.py")
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["families"] = script
-    spec.loader.exec_module(script)
-    text = (folder / "models.md").read_text(encoding="utf-8")
-    measured, versions = script.written(text)
-    assert script.page(measured, versions) == text, "python docs/families.py"
+    families = script("families")
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    measured, versions = families.written(text)
+    assert families.page(measured, versions) == text, "python docs/families.py"
     for name, one in measured.items():
         answers = 2 * len(FAMILIES[name].lengths)
         assert one.greedy == f"{answers} of {answers}"
-    assert {case.architecture for case in FAMILIES.values()} == set(script.ARCHITECTURES)
+    assert {case.architecture for case in FAMILIES.values()} == set(families.ARCHITECTURES)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

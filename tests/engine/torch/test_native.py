@@ -1,4 +1,4 @@
-"""The compiled kernels: results that do not depend on company, blocks that rows share, adapters side by side."""
+"""The compiled kernels: the same bits in any company, blocks that rows share, adapters side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.tiny import answers, loaded, prompt, request
-from spillover.engine import Work, engine
+from spillover.engine import engine
 from spillover.engine.torch.native import build
 from spillover.engine.torch.native.blocks import Blocks, digests, needed
 from spillover.engine.torch.native.library import BLOCK
@@ -197,7 +197,8 @@ def why(llama, **environment):
     """The plan of a process with these variables."""
     code = (
         "from spillover.engine import Work, engine; from spillover.models import resolve;"
-        f"plan = engine('torch').plan(resolve({str(llama[0].path)!r}), Work('generate', 1, 64, device='cpu'));"
+        f"model = resolve({str(llama[0].path)!r});"
+        "plan = engine('torch').plan(model, Work('generate', 1, 64, device='cpu'));"
         "print(plan.kernels, plan.why)"
     )
     done = subprocess.run(
@@ -223,3 +224,18 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     build._scratch.cache_clear()
     assert build._folder() == build._folder() != blocked
+
+
+def test_a_forked_process_computes_and_ends(llama):
+    torch.set_num_threads(3)
+    opened = session(llama[0])
+    opened.admit([prompt(40, 1)])
+    expected = opened.decode([5]).numpy(0).copy()
+    opened.release(0)
+    child = os.fork()
+    if child == 0:
+        opened.admit([prompt(40, 1)])
+        same = np.array_equal(opened.decode([5]).numpy(0), expected)
+        opened._decoder.__del__()
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from engine.tiny import loaded
 from spillover.engine import Work, engine
 from spillover.engine.torch import device
 from spillover.errors import EngineError
@@ -71,11 +70,6 @@ def test_an_unknown_device_is_refused(llama):
 def test_a_context_beyond_the_models_is_refused(llama):
     with pytest.raises(EngineError, match="at most 512 tokens, not 513"):
         plan(llama[0], sequence=513)
-
-
-def test_two_adapters_are_refused(llama):
-    with pytest.raises(EngineError, match="2 adapters"):
-        loaded(llama[0], adapters=[None, None])
 
 
 def test_a_cgroup_limit_below_the_ram_counts(tmp_path, monkeypatch):

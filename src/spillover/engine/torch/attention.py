@@ -9,19 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from spillover.engine.torch.pointwise import capped
+from spillover.engine.torch.tiles import groups, tiled
 
 if TYPE_CHECKING:
     from spillover.models import ModelConfig
-
-_TILE = 128  # queries at once in training: bounds the score matrix and skips most of the masked half
 
 
 class Attention(Protocol):
@@ -53,6 +51,8 @@ class Causal:
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         scoring, keys = Scoring.of(self.config, layer), self.config.kv_heads
+        if scoring.softcap is not None:
+            return tiled(heads, groups(self.lengths), keys, scoring)
         packed = []
         for start, stop, count in self._runs():
             # [B, heads + 2 kv_heads, T, D]
@@ -71,10 +71,19 @@ class Causal:
             start += count * length
 
 
+class Tiled:
+    """`Causal` for training on a CPU; rows after the last of `lengths` are padding and come out zero."""
+
+    def __init__(self, lengths: Sequence[int], config: ModelConfig) -> None:
+        self._groups = groups(lengths)
+        self._config = config
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        return tiled(heads, self._groups, self._config.kv_heads, Scoring.of(self._config, layer))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """``q`` ``[B, heads, T, D]`` over ``k`` and ``v`` ``[B, kv, T, D]``."""
-    if scoring.softcap is not None or (q.requires_grad and q.device.type == "cpu"):
-        return _TiledCausal.apply(q, k, v, scoring)  # type: ignore[no-untyped-call, no-any-return]
     length, scale = q.shape[2], scoring.scale
     if scoring.window is None or length <= scoring.window:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -100,89 +109,3 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scoring: Scoring) -> 
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scoring.scale)
     scores = capped((q * scoring.scale) @ k.transpose(-1, -2), scoring.softcap).add_(bias)
     return torch.softmax(scores, dim=-1) @ v
-
-
-class _TiledCausal(torch.autograd.Function):
-    """Causal attention of ``q`` ``[B, heads, T, D]`` over ``k`` and ``v`` ``[B, kv, T, D]``, in tiles.
-
-    The backward recomputes each tile's probabilities. torch's own CPU kernel takes three times as long there,
-    and none has soft-caps.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        ctx.save_for_backward(q, k, v)
-        ctx.scoring = scoring
-        out = torch.empty_like(q)
-        for tile in _tiles(q, k, scoring):
-            mixed = tile.probabilities(tile.scores(q, k)) @ v[:, :, tile.first : tile.stop]
-            tile.of(out).copy_(mixed.view_as(tile.of(out)))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = ctx.saved_tensors
-        by_q = torch.empty_like(q)
-        # several tiles add to the same keys: in float32
-        by_k, by_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        for tile in _tiles(q, k, ctx.scoring):
-            keys = slice(tile.first, tile.stop)
-            scores = tile.scores(q, k)
-            slope = tile.slope(scores)  # before the mask changes them
-            p = tile.probabilities(scores)
-            out_grad = tile.group(grad)
-            by_v[:, :, keys] += p.transpose(-1, -2) @ out_grad
-            by_p = out_grad @ v[:, :, keys].transpose(-1, -2)
-            by_scores = torch._softmax_backward_data(by_p, p, -1, p.dtype).mul_(tile.scoring.scale)
-            if slope is not None:
-                by_scores.mul_(slope)
-            tile.of(by_q).copy_((by_scores @ k[:, :, keys]).view_as(tile.of(by_q)))
-            by_k[:, :, keys] += by_scores.transpose(-1, -2) @ tile.group(q)
-        return by_q, by_k.to(k.dtype), by_v.to(v.dtype), None
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Queries ``[start, stop)`` and the keys ``[first, stop)`` that they see."""
-
-    start: int
-    stop: int
-    first: int
-    groups: int
-    scoring: Scoring
-    hidden: Tensor  # bool [stop - start, stop - first]: keys that a query does not see
-
-    def of(self, x: Tensor) -> Tensor:
-        """The tile of ``[B, heads, T, D]`` as ``[B, kv, G, t, D]``, a view."""
-        return x.view(len(x), -1, self.groups, *x.shape[2:])[:, :, :, self.start : self.stop]
-
-    def group(self, x: Tensor) -> Tensor:
-        """The tile of ``[B, heads, T, D]`` with a group's queries in one matrix, ``[B, kv, G t, D]``."""
-        return self.of(x).flatten(2, 3)
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scaled and capped products, before the mask, ``[B, kv, G t, keys]``."""
-        products = (self.group(q) * self.scoring.scale) @ k[:, :, self.first : self.stop].transpose(-1, -2)
-        return capped(products, self.scoring.softcap)
-
-    def slope(self, scores: Tensor) -> Tensor | None:
-        """The derivative of the soft-cap at `scores`, which have gone through it; None without one."""
-        cap = self.scoring.softcap
-        return None if cap is None else 1 - (scores / cap).square_()
-
-    def probabilities(self, scores: Tensor) -> Tensor:
-        """Softmax of the tile's `scores`, which are masked in place."""
-        by_query = scores.view(*scores.shape[:2], self.groups, -1, scores.shape[-1])
-        by_query.masked_fill_(self.hidden, -torch.inf)
-        return torch.softmax(scores, dim=-1)
-
-
-def _tiles(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[_Tile]:
-    length, window = q.shape[2], scoring.window
-    for start in range(0, length, _TILE):
-        stop = min(start + _TILE, length)
-        first = 0 if window is None else max(0, start - window + 1)
-        seen = visible(torch.arange(start, stop, device=q.device), stop, window)[:, first:]
-        yield _Tile(start, stop, first, q.shape[1] // k.shape[1], scoring, ~seen)

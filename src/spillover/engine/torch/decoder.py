@@ -6,8 +6,10 @@ that they pass in. The families differ in what `ModelConfig` says of each layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from spillover.engine.torch.weights import LayerWeights, Weights
 
 if TYPE_CHECKING:
     from spillover.models import ModelConfig
+
+
+Around: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]  # (a layer, its input): its output
 
 
 class Linears(Protocol):
@@ -89,17 +94,29 @@ class Decoder:
             for number in range(self.config.layers)
         ]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, length: int, attention: Attention) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int,
+        attention: Attention,
+        around: Around | None = None,
+    ) -> Tensor:
         """The last layer's output, ``[N, H]``, before the final norm.
 
-        `tokens` and `positions` are int64 ``[N]``; `length` is above every position.
+        `tokens` and `positions` are int64 ``[N]``; `length` is above every position. `around` calls each
+        layer with its input where given.
         """
         tables = [rotary(positions, length) for rotary in self.rotaries]
         x = torch.nn.functional.embedding(tokens, self._embedding)  # [N, H]
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         for number, layer in enumerate(self._layers):
-            x = self._layer(number, layer, x, tables[self._rotary_of[number]], attention)
+            turn = tables[self._rotary_of[number]]
+            if around is None:
+                x = self._layer(number, layer, turn, attention, x)
+            else:
+                x = around(partial(self._layer, number, layer, turn, attention), x)
         return x
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ class Decoder:
         return capped(self._head(self.normed(hidden)), self.config.logit_softcap)
 
     def _layer(
-        self, number: int, layer: Layer, x: Tensor, tables: tuple[Tensor, Tensor], attention: Attention
+        self, number: int, layer: Layer, tables: tuple[Tensor, Tensor], attention: Attention, x: Tensor
     ) -> Tensor:
         config, norms = self.config, layer.norms
         qkv = layer.qkv(rms_norm(x, norms.input_norm, config.rms_eps))

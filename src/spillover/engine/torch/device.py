@@ -1,37 +1,29 @@
 """What this machine computes with, how fast, and how much memory it may take.
 
 Speeds are measured once per machine and torch build (about a second) and kept in ``SPILL_HOME``, so that
-plans and kernel choices stay the same from run to run.
+plans and kernel choices stay the same from run to run. `spillover.engine.torch.measure` measures more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.nn.functional as F
 
+from spillover.engine.estimate import Limits
+from spillover.engine.speeds import Memory, Speeds, keep, processor, recall
 from spillover.engine.torch.linear import Dense, Packed
 from spillover.errors import EngineError
-from spillover.models import home
 
 SHARE = 0.75  # of the machine's memory: the rest is for the page cache and the job itself
 _FAST = 1.3  # how much faster bf16 must multiply than float32 to be the default
+_QUICK_BYTES = 256 << 20
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-class Speeds(msgspec.Struct, frozen=True):
-    """Measured facts about one dtype: large products in GFLOP/s, and whether packed weights are faster."""
-
-    gflops: float
-    packed: bool
 
 
 def pick_device(wanted: str | None) -> torch.device:
@@ -60,58 +52,59 @@ def memory_limit(device: torch.device) -> int:
 
 
 def measured(dtype: torch.dtype) -> Speeds:
-    """The CPU's `Speeds` in `dtype`, from ``SPILL_HOME`` or measured now."""
-    path = home() / "speeds.json"
-    known = _read(path)
-    key = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
-    if key not in known:
-        known[key] = _measure(dtype)
-        _write(path, known)
-    return known[key]
+    """The CPU's `Speeds` in `dtype`, from ``SPILL_HOME`` or measured now, with the memory's."""
+    key = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+    known = recall(key, Speeds)
+    if known is None:
+        known = _measure(dtype)
+        keep(key, known)
+    if recall(_memory_key(), Memory) is None:
+        keep(_memory_key(), measure_memory(_QUICK_BYTES))
+    return known
 
 
-def _read(path: Path) -> dict[str, Speeds]:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Speeds])
-    return {}
+def limits(dtype: torch.dtype) -> Limits | None:
+    """What the CPU does at most in `dtype`, as far as it has been measured; None when it has not."""
+    key = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+    products, memory = recall(key, Speeds), recall(_memory_key(), Memory)
+    if products is None or memory is None:
+        return None
+    return Limits(memory.gbs * 1e9, products.gflops * 1e9)
 
 
-def _write(path: Path, known: dict[str, Speeds]) -> None:
-    with contextlib.suppress(OSError):  # a read-only home only means measuring again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(known))
-        Path(file.name).replace(path)
+def measure_memory(size: int) -> Memory:
+    """All threads reading `size` bytes, which no cache may hold."""
+    buffer = torch.ones(size // 8, dtype=torch.float64)
+    return Memory(round(size / best(buffer.max, 5) / 1e9, 1))
 
 
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _memory_key() -> str:
+    return f"{processor()}, {torch.get_num_threads()} threads, memory"
 
 
 @torch.inference_mode()
 def _measure(dtype: torch.dtype) -> Speeds:
     big = torch.ones(1024, 1024, dtype=dtype)
-    gflops = 2 * 1024**3 / _seconds(lambda: F.linear(big, big), 20) / 1e9
+    gflops = 2 * 1024**3 / best(lambda: F.linear(big, big), 20) / 1e9
     # decoding reads every weight once a step: compare the layouts on more of them than caches near a core
     # hold
     weights = [torch.ones(2048, 1024, dtype=dtype) for _ in range(16)]
     x = torch.ones(16, 1024, dtype=dtype)
     plain = [Dense(weight) for weight in weights]
     packed = [Packed(weight) for weight in weights] if Packed.available() else []
-    faster = _seconds(lambda: [layer(x) for layer in packed], 10) < _seconds(
+    faster = best(lambda: [layer(x) for layer in packed], 10) < best(
         lambda: [layer(x) for layer in plain], 10
     )
     return Speeds(gflops=round(gflops, 1), packed=bool(packed) and faster)
 
 
-def _seconds(call: Callable[[], object], runs: int) -> float:
-    """The shortest of `runs`: other processes can only make one longer."""
-    times = []
-    for _ in range(runs):
+def best(call: Callable[[], object], runs: int, patience: float = 1.0) -> float:
+    """The shortest of `runs`, in seconds: other processes can only make one longer.
+
+    There are at least two, and no more once `patience` seconds are over.
+    """
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < runs and sum(times) < patience):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -28,14 +28,19 @@ class Dropout:
     sequences: Sequence[tuple[int, int]] = ()
 
     def mask(self, layer: int, module: str, x: Tensor) -> Tensor:
-        """0 where an element of ``x`` ``[N, in]`` is dropped and ``1 / (1 - rate)`` where it is kept."""
+        """0 where an element of ``x`` ``[N, in]`` is dropped and ``1 / (1 - rate)`` where it is kept.
+
+        Rows after those of `sequences` are padding: 0.
+        """
         width = x.shape[1]
         rows = [
             self._bits(f"{number} {layer} {module}", length * width).reshape(length, width)
             for number, length in self.sequences
         ]
         kept = np.concatenate(rows) >= round(self.rate * _LEVELS)
-        return torch.from_numpy(kept).to(x.device, x.dtype).mul_(1 / (1 - self.rate))
+        mask = torch.zeros_like(x)
+        mask[: len(kept)] = torch.from_numpy(kept).to(x.device)
+        return mask.mul_(1 / (1 - self.rate))
 
     def _bits(self, place: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
         key = hashlib.blake2b(f"{self.seed} {self.step} {place}".encode(), digest_size=16).digest()

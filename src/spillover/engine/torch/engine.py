@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,17 @@ from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linea
 from spillover.engine.torch.lora import adapter_matrices, fuse, present
 from spillover.engine.torch.native.model import NativeModel
 from spillover.engine.torch.packing import pack
-from spillover.engine.torch.plan import COMPILED, DTYPES, LOGIT_BYTES, make_plan
+from spillover.engine.torch.plan import (
+    COMPILED,
+    DTYPES,
+    GRAPHS,
+    LOGIT_BYTES,
+    TORCH,
+    WITHOUT_GRAPHS,
+    make_plan,
+)
 from spillover.engine.torch.session import TorchSession, token_logprobs
+from spillover.engine.torch.steps import CudaCapture, Eager, Recorded, Runner
 from spillover.engine.torch.train import TorchTrainer
 from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError
@@ -59,7 +69,8 @@ class TorchModel:
         """An empty session of up to ``plan.batch`` rows of up to ``plan.sequence`` tokens."""
         if self.plan.kernels == COMPILED:
             return self._native.session()
-        return TorchSession(self._decoder, self._worn, self.plan.batch, self.plan.sequence)
+        batch, sequence = self.plan.batch, self.plan.sequence
+        return TorchSession(self._decoder, self._worn, batch, sequence, self._runner())
 
     @torch.inference_mode()
     def score(
@@ -91,9 +102,18 @@ class TorchModel:
             raise EngineError(
                 "an adapter cannot be trained on top of another", hint="name the base model alone"
             )
-        return TorchTrainer(
-            self._weights, config, initial, optimizer, seed=seed, pass_tokens=self.plan.pass_tokens
-        )
+        return TorchTrainer(self._weights, config, initial, optimizer, seed=seed, plan=self.plan)
+
+    def _runner(self) -> Runner:
+        if self.plan.kernels != GRAPHS:
+            return Eager()
+        device, vocabulary = self._weights.device, self._weights.config.vocab_size
+        out = torch.empty(self.plan.batch, vocabulary, dtype=torch.float32, device=device)
+        return Recorded(CudaCapture(device), out, self._without_graphs)
+
+    def _without_graphs(self, reason: str) -> None:
+        why = f"{self.plan.why}, {WITHOUT_GRAPHS}: {reason}"
+        self.plan = replace(self.plan, kernels=TORCH, why=why)
 
     @cached_property
     def _decoder(self) -> Decoder:

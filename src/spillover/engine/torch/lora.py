@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spillover.engine.torch.dropout import Dropout
+from spillover.engine.torch.linear import Frozen
 from spillover.engine.torch.weights import FUSED
 from spillover.models.index import linears
 
@@ -91,19 +91,24 @@ def adapter_matrices(
 
 @dataclass
 class LoraLinear:
-    """A frozen fused layer with trainable float32 adapters; the trainer binds `a` and `b` before a step."""
+    """A frozen fused layer with trainable adapters beside it; the trainer binds them before a step.
+
+    Gradients are added to `grads` during the backward and reach nothing through autograd, which sees only
+    `anchor`: a scalar that requires a gradient, so that a first layer has a backward at all.
+    """
 
     layer: int
-    weight: Tensor  # [out, in]
-    bias: Tensor | None
+    frozen: Frozen
     columns: Sequence[Span]
     scale: float
     dropout: Dropout
-    a: list[Tensor] = field(default_factory=list)  # [in, r] each
-    b: list[Tensor] = field(default_factory=list)  # [r, out of the span] each
+    a: Tensor = field(default_factory=lambda: torch.empty(0))  # [in, R], the spans side by side
+    b: Sequence[Tensor] = ()  # [r, out of the span] each, with `scale` in it
+    grads: tuple[list[Tensor], list[Tensor]] = ([], [])  # float32, of the unscaled a and b of each span
+    anchor: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _LoraProduct.apply(x, self, *self.a, *self.b)  # type: ignore[no-untyped-call, no-any-return]
+        return _LoraProduct.apply(x, self, self.anchor)  # type: ignore[no-untyped-call, no-any-return]
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self(x)
@@ -114,55 +119,55 @@ class LoraLinear:
             return None
         return [self.dropout.mask(self.layer, span.module, x) for span in self.columns]
 
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """The columns of each span of ``[N, out]``, views."""
+        return [x[:, span.start : span.stop] for span in self.columns]
+
 
 class _LoraProduct(torch.autograd.Function):
     """``x @ W.T + bias + scale * dropout(x) @ a @ b`` with gradients of ``x``, ``a`` and ``b`` only.
 
-    The input is saved once for all adapters of the layer; products run in its dtype, and the adapters'
-    gradients leave as float32. Dropout masks are made again in the backward.
+    The input is saved once for all adapters of the layer; products run in its dtype. Dropout masks are made
+    again in the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: LoraLinear, *leaves: Tensor) -> Tensor:
-        a, b = fuse(linear.a, linear.b, linear.columns, len(linear.weight), linear.scale, x.dtype)
+    def forward(ctx: Any, x: Tensor, linear: LoraLinear, anchor: Tensor | None) -> Tensor:
         masks = linear.masks(x)
-        inner = x @ a if masks is None else _project(x, a, masks)  # [N, R]
-        ctx.save_for_backward(x, inner, a, b)
+        inner = x @ linear.a if masks is None else _project(x, linear.a, masks)  # [N, R]
+        ctx.save_for_backward(x, inner)
         ctx.linear = linear
-        return F.linear(x, linear.weight, linear.bias).addmm_(inner, b)
+        y = linear.frozen.product(x)
+        for part, low, b in zip(linear.parts(y), inner.chunk(len(linear.b), dim=1), linear.b, strict=True):
+            part.addmm_(low, b)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, inner, a, b = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        x, inner = ctx.saved_tensors
         linear: LoraLinear = ctx.linear
-        masks = linear.masks(x)
-        by_inner = grad @ b.t()  # [N, R]
+        masks, parts = linear.masks(x), linear.parts(grad)
+        by_b = [low.t() @ part for low, part in zip(inner.chunk(len(parts), dim=1), parts, strict=True)]
+        by_low = [part @ b.t() for part, b in zip(parts, linear.b, strict=True)]  # [N, r] each
+        by_inner = by_low[0] if len(by_low) == 1 else torch.cat(by_low, dim=1)  # [N, R]
         if masks is None:
-            by_a = list((x.t() @ by_inner).float().chunk(len(linear.columns), dim=1))
+            by_a = (x.t() @ by_inner).chunk(len(parts), dim=1)
         else:
-            pieces = by_inner.chunk(len(masks), dim=1)
-            by_a = [((x * mask).t() @ piece).float() for mask, piece in zip(masks, pieces, strict=True)]
-        by_b = [
-            (piece.t() @ grad[:, span.start : span.stop]).float().mul_(linear.scale)
-            for piece, span in zip(inner.chunk(len(linear.columns), dim=1), linear.columns, strict=True)
-        ]
-        by_x = None
-        if ctx.needs_input_grad[0]:
-            by_x = grad @ linear.weight
-            by_x = by_x.addmm_(by_inner, a.t()) if masks is None else by_x.add_(_spread(by_inner, a, masks))
-        return (by_x, None, *by_a, *by_b)
+            by_a = tuple((x * mask).t() @ one for mask, one in zip(masks, by_low, strict=True))
+        torch._foreach_add_(linear.grads[0], by_a)
+        torch._foreach_add_(linear.grads[1], by_b, alpha=linear.scale)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        by_x = linear.frozen.back(grad)
+        if masks is None:
+            return by_x.addmm_(by_inner, linear.a.t()), None, None
+        for low, a, mask in zip(by_low, linear.a.chunk(len(masks), dim=1), masks, strict=True):
+            by_x.addcmul_(low @ a.t(), mask)
+        return by_x, None, None
 
 
 def _project(x: Tensor, a: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Each adapter's input has its own dropout: ``[N, R]``."""
     pieces = a.chunk(len(masks), dim=1)
     return torch.cat([(x * mask) @ piece for mask, piece in zip(masks, pieces, strict=True)], dim=1)
-
-
-def _spread(by_inner: Tensor, a: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """The gradient of ``x`` through `_project`: ``[N, in]``."""
-    pieces = zip(by_inner.chunk(len(masks), dim=1), a.chunk(len(masks), dim=1), masks, strict=True)
-    return sum(
-        (piece @ part.t() * mask for piece, part, mask in pieces), start=torch.zeros((), dtype=a.dtype)
-    )

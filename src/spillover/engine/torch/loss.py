@@ -9,52 +9,103 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spillover.engine.torch.packing import GRAIN, whole
 from spillover.engine.torch.pointwise import capped
 
 
-def cross_entropy_sum(
-    hidden: Tensor, head: Tensor, targets: Tensor, chunk_bytes: int, softcap: float | None
-) -> Tensor:
-    """The sum over targets of ``-log p(target)``, a float32 scalar.
+class HeadLoss:
+    """The head and the loss on its logits; keeps the buffers of a chunk from step to step.
 
-    ``hidden`` ``[M, H]`` after the final norm, ``head`` ``[V, H]`` frozen, ``targets`` int64 ``[M]``. At most
-    `chunk_bytes` of float32 logits are alive at once. They go through `softcap` first, if there is one.
+    ``head`` ``[V, H]`` is frozen. At most `chunk_bytes` of float32 logits are alive at once (but one grain of
+    rows at least). They go through `softcap` first, if there is one.
     """
-    rows = max(1, chunk_bytes // (4 * len(head)))
-    return _CrossEntropy.apply(hidden, head, targets, rows, softcap)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __init__(self, head: Tensor, chunk_bytes: int, softcap: float | None) -> None:
+        self._head = head
+        self._softcap = softcap
+        self._rows = max(GRAIN, chunk_bytes // (4 * len(head)) // GRAIN * GRAIN)
+        self._narrow = self._wide = head.new_empty(0)
+
+    def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum over targets of ``-log p(target)``, a float32 scalar.
+
+        ``hidden`` ``[M', H]`` after the final norm, ``targets`` int64 ``[M]``; rows after M are padding.
+        """
+        return _CrossEntropy.apply(hidden, targets, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def chunks(self, count: int) -> list[slice]:
+        """`count` rows in as few chunks as fit, of about the same size."""
+        parts = -(-count // self._rows)
+        size = whole(-(-count // max(1, parts)))
+        return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits ``[rows, V]`` in this object's buffer, capped."""
+        wide, narrow = self._buffers(len(hidden))
+        torch.mm(hidden, self._head.t(), out=narrow)
+        if wide is not narrow:
+            wide.copy_(narrow)
+        return capped(wide, self._softcap)
+
+    def back(self, logits: Tensor, out: Tensor) -> None:
+        """Write the gradient of the hidden states, ``[rows, H]``, from that of the logits in the buffer."""
+        wide, narrow = self._buffers(len(logits))
+        if wide is not narrow:
+            narrow.copy_(wide)
+        torch.mm(narrow, self._head, out=out)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """The derivative of the soft-cap at `logits`, which have gone through it; None without one."""
+        return None if self._softcap is None else 1 - (logits / self._softcap).square_()
+
+    def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
+        if len(self._wide) < rows:
+            shape = (rows, len(self._head))
+            self._wide = self._head.new_empty(shape, dtype=torch.float32)
+            same = self._head.dtype == torch.float32
+            self._narrow = self._wide if same else self._head.new_empty(shape)
+        wide = self._wide[:rows]
+        return wide, wide if self._narrow is self._wide else self._narrow[:rows]
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, rows: int, softcap: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: HeadLoss) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wanted else hidden
-        for start in range(0, len(targets), rows):
-            part = slice(start, start + rows)
-            logits = capped(F.linear(hidden[part], head).float(), softcap)  # [rows, V]
-            slope = None if softcap is None or not wanted else 1 - (logits / softcap).square_()
-            # relative to the best, because a float32 near 30 has lost two more digits than one near 0
-            logits -= logits.amax(dim=-1, keepdim=True)
-            chosen = targets[part].unsqueeze(1)
-            norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-            total += (norm - logits.gather(1, chosen)).sum()
+        for part in head.chunks(len(hidden)):
+            logits = head.logits(hidden[part])
+            slope = head.slope(logits) if wanted else None
+            total += _softmax_loss(logits, targets[part], wanted)
             if wanted:
-                logits.sub_(norm).exp_().scatter_add_(1, chosen, torch.full_like(norm, -1.0))
                 if slope is not None:
                     logits.mul_(slope)
-                torch.matmul(logits.to(head.dtype), head, out=grad[part])
+                head.back(logits, grad[part])
         ctx.save_for_backward(grad)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * scale.to(grad.dtype), None, None, None, None
+        return grad * scale.to(grad.dtype), None, None
+
+
+def _softmax_loss(logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    """The loss of the first ``len(targets)`` rows; if `wanted`, `logits` become their gradient."""
+    count = len(targets)
+    chosen = targets.unsqueeze(1)
+    # relative to the best, because a float32 near 30 has lost two more digits than one near 0
+    logits -= logits.amax(dim=-1, keepdim=True)
+    picked = logits[:count].gather(1, chosen)
+    total = logits.exp_().sum(dim=-1, keepdim=True)
+    loss = (total[:count].log() - picked).sum()
+    if wanted:
+        logits.mul_(total.reciprocal_())
+        logits[:count].scatter_add_(1, chosen, torch.full_like(picked, -1.0))
+        logits[count:] = 0
+    return loss

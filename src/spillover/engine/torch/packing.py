@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_GRAIN = 16
+GRAIN = 16
 
 
 def whole(length: int) -> int:
-    """`length` rounded up to a multiple of 16.
+    """`length` rounded up to one of 16 numbers per power of two, multiples of 16 all.
 
     oneDNN compiles and keeps a kernel for every shape of product it meets. With few different lengths there
     are few, which saves a compilation a pass, and gigabytes after a while.
     """
-    return -(-length // _GRAIN) * _GRAIN
+    grain = max(GRAIN, 1 << (max(1, length - 1).bit_length() - 5 if length > 512 else 4))
+    return -(-length // grain) * grain
 
 
 @dataclass(frozen=True)

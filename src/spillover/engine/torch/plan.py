@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from spillover.engine.protocol import Numerics, Plan, Work
+from spillover.engine.torch import steps
+from spillover.engine.torch.bound import speed_of
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
+from spillover.engine.torch.linear import Packed
 from spillover.engine.torch.lora import parameters
-from spillover.engine.torch.native.decoder import unsupported
+from spillover.engine.torch.native import decoder as native
 from spillover.engine.torch.packing import whole
+from spillover.engine.torch.tiles import KEPT_LENGTH
 from spillover.errors import EngineError
 from spillover.models.index import layer_tensors
 
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
     from spillover.models import Model, ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
-COMPILED = "compiled"  # `Plan.kernels`: spillover.engine.torch.native
+# `Plan.kernels`: spillover.engine.torch.native, torch's own in recorded steps, and torch's own one by one
+COMPILED, GRAPHS, TORCH = "compiled", "graphs", "torch"
+WITHOUT_GRAPHS = "without CUDA graphs"
 PREFILL_TOKENS = 2048  # newcomers' tokens in one pass: enough to keep the products large
 LOGIT_BYTES = 64 << 20  # float32 logits alive at once in a loss or a score
 CACHE_GRAIN = 32  # positions: caches grow by as many
@@ -52,13 +58,20 @@ class _Sizes:
         c = self.config
         return self.width * (4 * c.hidden_size + 4 * self._inner() + 3 * c.heads * c.head_dim)
 
-    def saved_token(self) -> int:
-        """A token of a training pass: what the layers save for the backward."""
+    def training_weights(self, layouts: int) -> int:
+        """Weights with the products in so many layouts; the head is read as it lies in the file."""
         c = self.config
-        heads = c.heads + 2 * c.kv_heads
-        normed = 7 if c.output_norms else 5
-        layer = normed * c.hidden_size + 3 * self._inner() + c.head_dim * (2 * heads + c.heads)
-        return self.width * (c.layers * layer + 8 * self._inner())
+        layers = sum(math.prod(s) for n in range(c.layers) for s in layer_tensors(c, n).values())
+        return self.width * (layouts * layers + (1 if c.tied else 2) * c.vocab_size * c.hidden_size)
+
+    def saved_token(self, length: int, rank: int, *, recompute: bool) -> int:
+        """A token of a training pass over sequences of `length`: what layers save, and one's backward."""
+        c, inner = self.config, self._inner()
+        normed = 6 if c.output_norms else 4
+        attention = c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.heads * min(length, KEPT_LENGTH)
+        layer = normed * c.hidden_size + attention + 4 * inner + 7 * rank
+        kept = layer + c.layers * c.hidden_size if recompute else c.layers * layer
+        return self.width * (kept + 8 * inner)
 
     def _inner(self) -> int:
         """The width of a token's feed-forward part; each expert also takes and gives a residual's width."""
@@ -84,6 +97,7 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
     fit = _fit_training if work.kind == "train" else _fit_generation
     fitted = fit(sizes, work, limit)
     parts = fitted.parts
+    without += ", layers computed again in the backward to save memory" if fitted.recompute else ""
     total = sum(size for _, size in parts)
     listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts)
     if total > limit:
@@ -106,15 +120,21 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
         why=f"resident on {device} in {numerics} ({reason}){without}; {_gb(total)} of {_gb(limit)}: {listed}",
         cache_tokens=fitted.cache_tokens,
         kernels=kernels,
+        two_layouts=fitted.two_layouts,
+        recompute=fitted.recompute,
+        speed=speed_of(model.config, work.kind, numerics, kernels) if device.type == "cpu" else None,
     )
 
 
 def _kernels(config: ModelConfig, device: torch.device, work: Work) -> tuple[str, str]:
     """What computes, and what to say where the compiled kernels cannot."""
-    if device.type != "cpu" or work.kind == "train":
-        return "torch", ""
-    why = unsupported(config)
-    return ("torch", f", without compiled kernels: {why}") if why else (COMPILED, "")
+    if work.kind == "train":
+        return TORCH, ""
+    if device.type == "cpu":
+        why = native.unsupported(config)
+        return (TORCH, f", without compiled kernels: {why}") if why else (COMPILED, "")
+    why = steps.unsupported(config, device)
+    return (TORCH, f", {WITHOUT_GRAPHS}: {why}") if why else (GRAPHS, "")
 
 
 def _numerics(work: Work, device: torch.device) -> tuple[Numerics, str]:
@@ -132,6 +152,8 @@ class _Fit:
     pass_tokens: int
     cache_tokens: int
     parts: list[tuple[str, int]]
+    two_layouts: bool = False
+    recompute: bool = False
 
 
 def _fit_generation(sizes: _Sizes, work: Work, limit: int) -> _Fit:
@@ -147,20 +169,30 @@ def _fit_generation(sizes: _Sizes, work: Work, limit: int) -> _Fit:
 
 
 def _fit_training(sizes: _Sizes, work: Work, limit: int) -> _Fit:
-    """Sequences of a micro-batch that do not fit together go through in several passes of whole sequences."""
+    """The fastest way that has room for a sequence.
+
+    Sequences of a micro-batch that do not fit together go through in several passes of whole sequences.
+    """
     if work.lora is None:
         raise EngineError("training needs a LoRA configuration: base weights are never trained")
-    fixed = [
-        ("weights", sizes.weights()),
-        # parameters and two moments, twice (a step writes new ones), gradients, and a copy for a checkpoint
-        ("adapter", 4 * 10 * parameters(sizes.config, work.lora)),
-        ("loss", 3 * LOGIT_BYTES + _RUNTIME),
-    ]
-    longest = whole(work.sequence)
-    sequence = sizes.saved_token() * longest
-    room = limit - sum(size for _, size in fixed)
+    cpu = pick_device(work.device).type == "cpu" and Packed.available()
+    ways = [(True, False)] if cpu else []
+    for two_layouts, recompute in [*ways, (False, False), (False, True)]:
+        fixed = [
+            ("weights", sizes.training_weights(1 + two_layouts)),
+            # parameters and two moments, twice (a step writes new ones), gradients, factors, what products
+            # read, and a copy for a checkpoint
+            ("adapter", 4 * 12 * parameters(sizes.config, work.lora)),
+            ("loss", 2 * LOGIT_BYTES + _RUNTIME),
+        ]
+        longest = whole(work.sequence)
+        sequence = sizes.saved_token(work.sequence, work.lora.rank, recompute=recompute) * longest
+        room = limit - sum(size for _, size in fixed)
+        if room >= sequence:
+            break
     together = max(1, min(work.batch, room // sequence))
-    return _Fit(work.batch, together * longest, 0, [*fixed, ("activations", together * sequence)])
+    parts = [*fixed, ("activations", together * sequence)]
+    return _Fit(work.batch, together * longest, 0, parts, two_layouts, recompute)
 
 
 def _gb(size: int) -> str:

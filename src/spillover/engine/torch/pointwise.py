@@ -77,16 +77,17 @@ class _RmsNorm(torch.autograd.Function):
         wide = x.float()
         scale = _inverse_size(wide, eps)
         ctx.save_for_backward(x, weight, scale)
-        return _weighted(wide * scale, weight, x.dtype)
+        normed = wide * scale if wide is x else wide.mul_(scale)
+        return _weighted(normed, weight, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        wide = grad.float() * weight
-        shared = (wide * normed).mean(-1, keepdim=True)
-        return wide.addcmul_(normed, shared, value=-1).mul_(scale).to(x.dtype), None, None
+        wide = x.float()
+        by_wide = (grad * weight.float()).mul_(scale)
+        shared = (by_wide * wide).mean(-1, keepdim=True).mul_(scale).mul_(scale)
+        return by_wide.addcmul_(wide, shared, value=-1).to(x.dtype), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -117,22 +118,23 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
-        return _activate(gate, activation).mul_(up)
+        active = _activate(gate, activation)
+        ctx.save_for_backward(gate_up, active)
+        ctx.activation = activation
+        return active * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (gate_up,) = ctx.saved_tensors
+        gate_up, active = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         by_gate, by_up = result.chunk(2, dim=-1)
-        torch.mul(_activate(gate, ctx.activation), grad, out=by_up)
-        outer = grad * up
+        torch.mul(active, grad, out=by_up)
+        by_active = grad * up
         if ctx.activation == "silu":
-            by_gate.copy_(torch.ops.aten.silu_backward(outer, gate))
+            torch.ops.aten.silu_backward.grad_input(by_active, gate, grad_input=by_gate)
         else:
-            by_gate.copy_(torch.ops.aten.gelu_backward(outer, gate, approximate="tanh"))
+            torch.ops.aten.gelu_backward.grad_input(by_active, gate, approximate="tanh", grad_input=by_gate)
         return result, None

@@ -98,9 +98,14 @@ class Rotary:
 
     def __call__(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Tables ``[N, 1, dim]`` for `positions`, int64 ``[N]``, all below `length`."""
+        cos, sin = self.reach(length)
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+
+    def reach(self, length: int) -> tuple[Tensor, Tensor]:
+        """The whole tables, ``[at least length, dim]``; longer ones replace them once they are too short."""
         if len(self._cos) < length:
             self._extend(length)
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self._cos, self._sin
 
     def _extend(self, length: int) -> None:
         length = max(length, 2 * len(self._cos), 256)

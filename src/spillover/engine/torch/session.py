@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Ids, TokenLogprob
-from spillover.engine.torch.attention import Causal, Scoring, grouped, visible
+from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.linear import Worn
 from spillover.engine.torch.packing import pack
-
-# Keys that a decode step attends to come in multiples of this: oneDNN builds a kernel per shape.
-_STRIDE = 32
+from spillover.engine.torch.steps import Runner, Steps
 
 
 class TorchLogits:
@@ -58,22 +56,16 @@ class TorchSession:
     The memory is reserved here and, on the CPU, taken only as positions are written.
     """
 
-    def __init__(self, decoder: Decoder, worn: Worn, slots: int, length: int) -> None:
+    def __init__(self, decoder: Decoder, worn: Worn, slots: int, length: int, runner: Runner) -> None:
         self.slots = slots
+        self.length = length
+        self.shared = 0  # nothing is kept once its row is gone
+        self._decoder = decoder
         self._worn = worn
+        self._steps = Steps(decoder, worn, slots, length, runner)
+        self._lengths: list[int] = []
         self._adapters: list[int] = []
         self._reserved = 0
-        self.length = length
-        config = decoder.config
-        self._decoder = decoder
-        self._lengths: list[int] = []
-        room = -(-length // _STRIDE) * _STRIDE
-        # keys and then values as heads of one tensor, so that a step writes both at once; zeros, because what
-        # was never written is masked, but 0 * NaN would not be
-        shape = (config.layers, slots, 2 * config.kv_heads, room, config.head_dim)
-        self._cache = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self._seen: tuple[int, int] = (0, 0)
-        self._views: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def reserve(self, tokens: int) -> bool:
         """Keep a slot for a row, whatever its length; False: all are taken."""
@@ -95,7 +87,7 @@ class TorchSession:
         def attend(layer: int, heads: Tensor) -> Tensor:
             parts = torch.split(heads[: sum(lengths), config.heads :], lengths)
             for row, part in enumerate(parts, first):
-                self._cache[layer, row, :, : len(part)] = part.transpose(0, 1)
+                self._steps.cache[layer, row, :, : len(part)] = part.transpose(0, 1)
             return causal(layer, heads)
 
         self._worn.wear(worn, lengths, device)
@@ -108,52 +100,16 @@ class TorchSession:
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> TorchLogits:
         """Append one token to every row; logits of every row."""
-        config, device = self._decoder.config, self._decoder.device
-        rows = len(tokens)
-        positions = torch.tensor(self._lengths, device=device)
-        longest = max(self._lengths) + 1
-        seen = -(-longest // _STRIDE) * _STRIDE
-        biases = {window: self._bias(positions, seen, window) for window in set(config.windows)}
-        # where each row's new keys and values go, counted in vectors of one layer's cache
-        starts = torch.arange(rows * 2 * config.kv_heads, device=device).view(rows, -1) * self._cache.shape[3]
-        places = (starts + positions.unsqueeze(1)).flatten()
-        views = self._layer_views(rows, seen)
-        grouped_shape = (rows, config.kv_heads, -1, config.head_dim)
-
-        def attend(layer: int, heads: Tensor) -> Tensor:
-            vectors, keys, values = views[layer]
-            vectors.index_copy_(0, places, heads[:, config.heads :].reshape(-1, config.head_dim))
-            q = heads[:, : config.heads].reshape(grouped_shape)  # [n, kv, G, D]
-            scoring = Scoring.of(config, layer)
-            return grouped(q, keys, values, biases[scoring.window], scoring).reshape(rows, -1)
-
-        self._worn.wear(self._adapters, [1] * rows, device)
-        hidden = self._decoder.hidden(torch.tensor(tokens, device=device), positions, longest, attend)
+        logits = self._steps(tokens, self._lengths, self._adapters)
         self._lengths = [length + 1 for length in self._lengths]
-        return TorchLogits(self._decoder.logits(hidden))
+        return TorchLogits(logits)
 
     def release(self, row: int) -> None:
         """Drop `row`; the last row takes its number."""
         last = len(self._lengths) - 1
-        length = self._lengths[last]
         if row != last:
-            self._cache[:, row, :, :length] = self._cache[:, last, :, :length]
-            self._lengths[row] = length
+            self._steps.move(last, row, self._lengths[last])
+            self._lengths[row] = self._lengths[last]
             self._adapters[row] = self._adapters[last]
         self._lengths.pop()
         self._adapters.pop()
-
-    def _bias(self, positions: Tensor, seen: int, window: int | None) -> Tensor:
-        """0 for the keys that each row's new token sees, minus infinity for others: ``[n, 1, 1, seen]``."""
-        bias = torch.zeros(len(positions), 1, 1, seen, dtype=self._decoder.dtype, device=positions.device)
-        return bias.masked_fill_(~visible(positions, seen, window)[:, None, None], -torch.inf)
-
-    def _layer_views(self, rows: int, seen: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: the cache as vectors, and the keys and values that `rows` rows see."""
-        if self._seen != (rows, seen):
-            self._seen = (rows, seen)
-            self._views = [
-                (cache.view(-1, cache.shape[-1]), *cache[:rows, :, :seen].chunk(2, dim=1))
-                for cache in self._cache
-            ]
-        return self._views

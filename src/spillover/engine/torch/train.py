@@ -22,15 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.engine.protocol import Floats, MicroBatch, Optimizer, StepResult, TrainState
-from spillover.engine.torch.attention import Causal
+from spillover.engine.protocol import Floats, MicroBatch, Optimizer, Plan, StepResult, TrainState
+from spillover.engine.torch.adamw import update
+from spillover.engine.torch.attention import Causal, Tiled
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.dropout import Dropout
-from spillover.engine.torch.linear import Dense, FusedGate, Gate, Linear
+from spillover.engine.torch.linear import Dense, Frozen, FusedGate, Gate, Linear
 from spillover.engine.torch.lora import LoraLinear, adapter_matrices, spans
-from spillover.engine.torch.loss import cross_entropy_sum
-from spillover.engine.torch.packing import whole
+from spillover.engine.torch.loss import HeadLoss
+from spillover.engine.torch.packing import pack, whole
 from spillover.engine.torch.plan import LOGIT_BYTES
+from spillover.engine.torch.recompute import recomputed
 from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError
 
@@ -50,13 +52,10 @@ class _State:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One training sequence, padded to a `whole` length, and its number within the step.
-
-    Padding comes last, so under a causal mask no token sees it, and it is no target.
-    """
+    """One training sequence and its number within the step."""
 
     number: int
-    tokens: Tensor  # int64 [T]
+    tokens: Sequence[int]
     targets: Tensor  # int64 [M]: positions whose token is predicted, all >= 1
 
 
@@ -74,20 +73,27 @@ class TorchTrainer:
         optimizer: Optimizer,
         *,
         seed: int,
-        pass_tokens: int,
+        plan: Plan,
     ) -> None:
         self.protected: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._optimizer = optimizer
-        self._pass_tokens = pass_tokens
+        self._pass_tokens = plan.pass_tokens
+        self._recompute = plan.recompute
         self._dropout = Dropout(config.dropout, seed)
-        self._linears = _Trainable(weights, config, self._dropout)
+        self._linears = _Trainable(weights, config, self._dropout, packed=plan.two_layouts)
         self._decoder = Decoder(weights, self._linears)
+        self._loss_of = HeadLoss(self._linears.head, LOGIT_BYTES, weights.config.logit_softcap)
         self._shapes = {name: array.shape for name, array in initial.items()}
         self._device = weights.device
         params = self._flatten(initial)
         self._state = _State(params, torch.zeros_like(params), torch.zeros_like(params), 0)
         self._spare = [torch.empty_like(params) for _ in range(3)]
         self._grad = torch.zeros_like(params)
+        # what the products read: the parameters in their dtype, the scale already in each b
+        self._bound = torch.empty_like(params, dtype=weights.dtype)
+        self._factors = self._scales(config.scale)
+        self._anchor = torch.zeros((), device=self._device, requires_grad=True)
+        self._attach()
 
     @property
     def completed(self) -> int:
@@ -101,14 +107,14 @@ class TorchTrainer:
         if not count:
             raise EngineError("a step has no target token: every sequence's mask is empty")
         self._grad.zero_()
-        self._bind(self._state.params, self._grad)
+        self._bind()
         total = 0.0
         for group in self._passes(sequences):
             loss = self._loss(group, self._state.step)
             total += loss.item()
             (loss / count).backward()  # type: ignore[no-untyped-call]
         # by tensor: over millions of elements at once, float32 loses four digits
-        norm = float(torch.nn.utils.get_total_norm(self._views(self._grad).values()))
+        norm = float(torch.nn.utils.get_total_norm(self._gradients))
         if not math.isfinite(norm):
             raise EngineError(f"the gradient of step {self.completed + 1} is not finite", hint="lower --lr")
         with self.protected():
@@ -120,7 +126,7 @@ class TorchTrainer:
         """The mean loss over all targets, without dropout; changes nothing."""
         sequences = self._sequences(micro_batches)
         count = sum(len(one.targets) for batch in sequences for one in batch)
-        self._bind(self._state.params, None)
+        self._bind()
         rate, self._dropout.rate = self._dropout.rate, 0.0
         try:
             total = sum(self._loss(group, 0).item() for group in self._passes(sequences))
@@ -138,16 +144,34 @@ class TorchTrainer:
         params, m, v = (self._flatten(arrays) for arrays in (state.params, state.m, state.v))
         self._state = _State(params, m, v, state.step)
 
-    def _bind(self, params: Tensor, grad: Tensor | None) -> None:
-        """Give every layer its adapters: leaves that are views of `params`, with gradients in `grad`."""
-        leaves = self._views(params.detach())
-        gradients = self._views(grad) if grad is not None else {}
-        for name, leaf in leaves.items():
-            if gradients:
-                leaf.requires_grad_()
-                leaf.grad = gradients[name]
+    def _scales(self, scale: float) -> Tensor:
+        """What each parameter is multiplied by on its way into a product, float32 ``[P]``."""
+        factors = torch.ones_like(self._grad)
+        for name, view in self._views(factors).items():
+            if name.endswith(".lora_b"):
+                view.fill_(scale)
+        return factors
+
+    def _attach(self) -> None:
+        """Give every layer its views of the bound parameters and of the gradient, which stay in place."""
+        bound, gradients = self._views(self._bound), self._views(self._grad)
+        self._gradients = list(gradients.values())
+        self._side_by_side: list[tuple[Tensor, list[Tensor]]] = []
         for linear in self._linears.adapted:
-            linear.a, linear.b = adapter_matrices(leaves, linear.layer, linear.columns)
+            a, linear.b = adapter_matrices(bound, linear.layer, linear.columns)
+            linear.grads = adapter_matrices(gradients, linear.layer, linear.columns)
+            linear.anchor = self._anchor
+            linear.a = a[0]
+            if len(a) > 1:
+                linear.a = a[0].new_empty(len(a[0]), sum(one.shape[1] for one in a))
+                self._side_by_side.append((linear.a, a))
+
+    @torch.no_grad()
+    def _bind(self) -> None:
+        """Let the layers see the present parameters."""
+        torch.mul(self._state.params, self._factors, out=self._bound)
+        for wide, parts in self._side_by_side:
+            torch.cat(parts, dim=1, out=wide)
 
     def _sequences(self, micro_batches: Sequence[MicroBatch]) -> list[list[_Sequence]]:
         result, number = [], 0
@@ -156,10 +180,8 @@ class TorchTrainer:
             for tokens, mask, length in zip(batch.tokens, batch.mask, batch.lengths, strict=True):
                 targets = np.flatnonzero(mask[:length])
                 targets = targets[targets > 0]  # nothing predicts the first token
-                padded = np.zeros(whole(int(length)), np.int64)
-                padded[:length] = tokens[:length]
-                parts = (torch.from_numpy(x).to(self._device) for x in (padded, targets))
-                rows.append(_Sequence(number, *parts))
+                places = torch.from_numpy(targets).to(self._device)
+                rows.append(_Sequence(number, tokens[:length].tolist(), places))
                 number += 1
             result.append(rows)
         return result
@@ -178,38 +200,33 @@ class TorchTrainer:
 
     def _loss(self, group: Sequence[_Sequence], step: int) -> Tensor:
         """The sum of ``-log p(target)`` over the sequences of one pass."""
+        stream = pack([one.tokens for one in group], self._device)
         lengths = [len(one.tokens) for one in group]
-        self._dropout.step = step
-        self._dropout.sequences = [(one.number, len(one.tokens)) for one in group]
-        tokens = torch.cat([one.tokens for one in group])
-        positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])
         starts = np.cumsum([0, *lengths[:-1]])
         places = torch.cat([one.targets + int(start) for one, start in zip(group, starts, strict=True)])
+        self._dropout.step = step
+        self._dropout.sequences = [(one.number, len(one.tokens)) for one in group]
         config = self._decoder.config
-        attention = Causal(lengths, config)
-        hidden = self._decoder.hidden(tokens, positions, max(lengths), attention)  # [N, H]
-        predicting = self._decoder.normed(hidden.index_select(0, places - 1))
-        return cross_entropy_sum(
-            predicting, self._linears.head, tokens[places], LOGIT_BYTES, config.logit_softcap
-        )
+        cpu = self._device.type == "cpu"
+        attention = Tiled(lengths, config) if cpu else Causal(stream.lengths, config)
+        around = self._recomputed if self._recompute else None
+        hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attention, around)
+        # padded like the stream: any row will do, the loss leaves it out
+        rows = torch.nn.functional.pad(places - 1, (0, whole(len(places)) - len(places)))
+        predicting = self._decoder.normed(hidden.index_select(0, rows))
+        return self._loss_of(predicting, stream.tokens[places])
 
-    @torch.no_grad()
+    def _recomputed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return recomputed(run, x, self._anchor)
+
     def _update(self, lr: float, norm: float) -> None:
-        """Clip, then AdamW in the order of operations of ``torch.optim.AdamW``, into the spare arrays."""
+        """Clip, then AdamW into the spare arrays, then one assignment."""
         now, rule = self._state, self._optimizer
-        if rule.clip:
-            self._grad.mul_(min(1.0, rule.clip / (norm + 1e-6)))
-        step = now.step + 1
-        beta1, beta2 = rule.betas
+        clip = min(1.0, rule.clip / (norm + 1e-6)) if rule.clip else 1.0
+        old = [now.params, now.m, now.v]
+        update(rule, old, self._spare, self._grad, step=now.step + 1, lr=lr, clip=clip)
         params, m, v = self._spare
-        torch.mul(now.params, 1 - lr * rule.weight_decay, out=params)
-        torch.lerp(now.m, self._grad, 1 - beta1, out=m)
-        torch.mul(now.v, beta2, out=v).addcmul_(self._grad, self._grad, value=1 - beta2)
-        root = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(rule.eps)
-        params.addcdiv_(m, root, value=-lr / (1 - beta1**step))
-        spare = [now.params, now.m, now.v]
-        self._state = _State(params, m, v, step)
-        self._spare = spare
+        self._state, self._spare = _State(params, m, v, now.step + 1), old
 
     def _flatten(self, arrays: Mapping[str, Floats]) -> Tensor:
         for name in sorted(self._shapes.keys() | arrays.keys()):
@@ -233,21 +250,23 @@ class TorchTrainer:
 class _Trainable:
     """Linear layers of a training pass; remembers those with adapters, and the head."""
 
-    def __init__(self, weights: Weights, config: LoraConfig, dropout: Dropout) -> None:
+    def __init__(self, weights: Weights, config: LoraConfig, dropout: Dropout, *, packed: bool) -> None:
         self.adapted: list[LoraLinear] = []
         self.head = torch.empty(0)  # [V, H]
         self._model = weights.config
         self._config = config.on(weights.config)
         self._dropout = dropout
+        self._packed = packed
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         if layer < 0:
             self.head = weight
             return Dense(weight, bias)
+        frozen = Frozen(weight, bias, packed=self._packed)
         columns = spans(self._model, layer, name, self._config.targets)
         if not columns:
-            return Dense(weight, bias)
-        self.adapted.append(LoraLinear(layer, weight, bias, columns, self._config.scale, self._dropout))
+            return frozen
+        self.adapted.append(LoraLinear(layer, frozen, columns, self._config.scale, self._dropout))
         return self.adapted[-1]
 
     def gate(self, layer: int, weight: Tensor) -> Gate:

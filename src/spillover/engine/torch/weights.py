@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self._index = index
-        self._maps: dict[str, Tensor] = {}
+        self._maps: dict[str, mmap.mmap] = {}
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -84,8 +84,13 @@ class Weights:
         """The final norm's weight, ``[H]``."""
         return self._norm(f"{self.config.prefix}norm.weight")
 
-    def layer(self, number: int) -> LayerWeights:
-        """Read layer `number`, its matrices fused."""
+    def layer(self, number: int, *, matrices: bool = True) -> LayerWeights:
+        """Read layer `number`, its matrices fused; or its norms and biases alone."""
+        read = self._layer(number, matrices)
+        self._forget()
+        return read
+
+    def _layer(self, number: int, matrices: bool) -> LayerWeights:
         config, prefix = self.config, f"{self.config.prefix}layers.{number}."
         names = {role: f"{prefix}{name}.weight" for role, name in norm_names(config).items()}
         norms = {role: self._norm(name) for role, name in names.items()}
@@ -102,7 +107,7 @@ class Weights:
             matrices={
                 name: self._stack([f"{prefix}{one}.weight" for one in group])
                 for name, group in parts.items()
-                if group
+                if group and matrices
             },
             biases={
                 name: self._stack([f"{prefix}{one}.bias" for one in group])
@@ -110,19 +115,29 @@ class Weights:
                 else None
                 for name, group in parts.items()
             },
-            experts=self._experts(prefix) if config.sparse(number) else None,
+            experts=self._experts(prefix, number) if matrices and config.sparse(number) else None,
         )
 
-    def _experts(self, prefix: str) -> ExpertWeights:
+    def router(self, number: int) -> Tensor:
+        """The router of a layer with experts, ``[E, H]``."""
+        return self._read(f"{self.config.prefix}layers.{number}.{expert_names(self.config).router}.weight")
+
+    def _experts(self, prefix: str, number: int) -> ExpertWeights:
         names, count = expert_names(self.config), self.config.experts.count if self.config.experts else 0
         return ExpertWeights(
-            router=self._read(f"{prefix}{names.router}.weight"),
+            router=self.router(number),
             gate_up=[
                 self._stack([f"{prefix}{names.of(one, part)}" for part in (names.gate, names.up)])
                 for one in range(count)
             ],
             down=[self._read(f"{prefix}{names.of(one, names.down)}") for one in range(count)],
         )
+
+    def _forget(self) -> None:
+        """Let go of what the files' maps have brought into memory: it was copied, or is read again on use."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def _norm(self, name: str) -> Tensor:
         if not self.config.norm_offset:
@@ -148,9 +163,10 @@ class Weights:
             raise ModelError(f"tensor {name} has dtype {part.dtype}; bf16, f16 and f32 can be loaded")
         file = str(part.file)
         if file not in self._maps:
-            # copy-on-write: torch refuses read-only buffers, and nothing here may write to the file
-            self._maps[file] = torch.from_numpy(np.memmap(part.file, dtype=np.uint8, mode="c"))
-        data = self._maps[file][part.start : part.stop]
+            with part.file.open("rb") as opened:
+                # copy-on-write: torch warns of read-only buffers, and nothing here may write to the file
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = torch.frombuffer(self._maps[file], dtype=torch.uint8)[part.start : part.stop]
         if data.storage_offset() % 4:
             data = data.clone()  # a view needs elements at multiples of their size
         return data.view(_DTYPES[part.dtype]).view(part.shape)

@@ -21,8 +21,10 @@ from spillover.engine.torch.native.layers import Beside, Experts, Layers, Reside
 from spillover.engine.torch.native.library import Pass, Run, Shape, library, why_not
 from spillover.engine.torch.native.logits import NativeLogits
 from spillover.engine.torch.native.packing import Packer
+from spillover.engine.torch.native.streamed import Streamed
 
 if TYPE_CHECKING:
+    from spillover.engine.ring import Ring
     from spillover.engine.torch.weights import Weights
     from spillover.models import Adapter, ModelConfig
 
@@ -49,9 +51,14 @@ def unsupported(config: ModelConfig) -> str:
 
 
 class NativeDecoder:
-    """One model with any number of adapters, on all threads that torch uses."""
+    """One model with any number of adapters, on all threads that torch uses.
 
-    def __init__(self, weights: Weights, adapters: Sequence[Adapter], length: int) -> None:
+    Its layers are packed in memory, or pass through it as `ring` brings them.
+    """
+
+    def __init__(
+        self, weights: Weights, adapters: Sequence[Adapter], length: int, ring: Ring | None = None
+    ) -> None:
         native = library()
         assert native is not None
         self.config = weights.config
@@ -64,8 +71,13 @@ class NativeDecoder:
         self._shape = self._model_shape()
         self._head = packer.matrix(weights.head)
         self._norm = packer.vector(weights.norm)
+        narrow = weights.dtype == torch.bfloat16
+        self._embedding = (weights.embedding.view(torch.uint16) if narrow else weights.embedding).numpy()
+        # the families that scale do so in the dtype that computes
+        self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=weights.dtype).item()
         self._beside = Beside(weights, packer, adapters)
-        self._layers: Layers = Resident(weights, packer, self._beside, Rotations(self.config, packer, length))
+        around = (weights, packer, self._beside, Rotations(self.config, packer, length))
+        self._layers: Layers = Resident(*around) if ring is None else Streamed(*around, ring)
 
     def __del__(self) -> None:
         if hasattr(self, "_workspace"):
@@ -129,11 +141,12 @@ class NativeDecoder:
         return NativeLogits(self.native, out, self._workspace)
 
     def _embed(self, tokens: Sequence[int]) -> Floats:
-        rows = torch.nn.functional.embedding(torch.tensor(tokens), self._weights.embedding).float()
-        if self.config.embedding_scale != 1:
-            # the families that scale do so in the dtype that computes
-            rows *= float(torch.tensor(self.config.embedding_scale, dtype=self._weights.dtype))
-        return rows.numpy()
+        # in numpy: torch's threads would wait for each other here
+        rows = self._embedding[np.asarray(tokens, np.int64)]
+        wide: Floats = rows if rows.dtype == np.float32 else (rows.astype(np.uint32) << 16).view(np.float32)
+        if self._embedding_scale != 1:
+            wide *= np.float32(self._embedding_scale)
+        return wide
 
     def _model_shape(self) -> Shape:
         config = self.config

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include <unistd.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -35,7 +37,9 @@ class Team {
   ~Team() {
     stop_ = true;
     publish();
-    for (auto& helper : helpers_) helper.join();
+    const bool here = getpid() == process_;
+    for (auto& helper : helpers_)
+      if (here) helper.join(); else helper.detach();  // a forked process has none of the threads
   }
 
   int threads() const { return int(helpers_.size()) + 1; }
@@ -121,6 +125,7 @@ class Team {
     return ticket_.load() >> 32;
   }
 
+  const pid_t process_ = getpid();
   std::vector<std::thread> helpers_;
   std::atomic<uint64_t> ticket_{0};
   std::atomic<Call> call_{nullptr};
