@@ -1,17 +1,21 @@
 """Measure the numeric gates on the demo model and write ``docs/numerics.md``.
 
 Prompts and training rows are those that the package ships. The peers are transformers, PEFT and
-``torch.optim.AdamW``, so it needs the ``dev`` extra, and some minutes.
+``torch.optim.AdamW``, so it needs the ``dev`` extra, and some minutes; with the names of sections it measures
+those and keeps the rest of the page.
 
-    python docs/measure.py
+    python docs/measure.py [generation] [invariance] [training] [tune]
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 from spillover.engine import (
     Completion,
+    LoadedModel,
     MicroBatch,
     Optimizer,
     Request,
@@ -41,19 +47,43 @@ from engine.torch.peer import adapted, leaves, tune  # noqa: E402  (found throug
 
 PAGE = ROOT / "docs" / "numerics.md"
 TOKENS, STEPS, BATCH = 32, 50, 2
+FORCED = 4  # tokens that follow each prompt where bits are compared
 RATES = [1e-4 * min(1.0, (step + 1) / 5) for step in range(STEPS)]
 CONFIG = LoraConfig()
+KERNELS = ("compiled", "torch")
+FREE, UNKNOWN = "none claimed", "not measured"
 
 
-class Gates:
-    """The rows of the page, as they are measured."""
+@dataclass(frozen=True)
+class Gate:
+    """One line of the page. `bounds` has one for each of its columns: a number, ``all``, or `FREE`."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str]] = []
+    text: str
+    bounds: tuple[str, ...]
 
-    def add(self, gate: str, measured: str, bound: str) -> None:
-        self.rows.append((gate, measured, bound))
-        print(f"{gate}: {measured} (bound: {bound})", flush=True)
+    def missed(self, cells: Sequence[str]) -> list[str]:
+        """Those of `cells` that are not within their bounds."""
+        return [cell for cell, bound in zip(cells, self.bounds, strict=True) if not _within(cell, bound)]
+
+
+def _within(cell: str, bound: str) -> bool:
+    if bound == FREE:
+        return cell != UNKNOWN
+    first, _, of = cell.replace(",", "").partition(" of ")
+    return first == of if bound == "all" else float(first) <= float(bound)
+
+
+Table = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the page; `measure` gives a cell per column, line after line, in the order of `gates`."""
+
+    title: str
+    columns: tuple[str, ...]
+    gates: tuple[Gate, ...]
+    measure: Callable[[Model, Any], Iterator[tuple[str, ...]]]
 
 
 def prompts(model: Model) -> list[list[int]]:
@@ -73,39 +103,47 @@ def micro_batches(model: Model, count: int, size: int) -> list[MicroBatch]:
     return [collate(examples[start : start + size]) for start in range(0, len(examples), size)]
 
 
-def answer(model: Model, asked: Sequence[list[int]], numerics: str, batch: int) -> list[Completion]:
+def loaded(model: Model, longest: int, numerics: str, kernels: str, batch: int = 20) -> LoadedModel:
     computing = engine("torch")
-    work = Work("generate", batch, max(map(len, asked)) + TOKENS, numerics=numerics, device="cpu")
-    loaded = computing.load(model, computing.plan(model, work))
+    work = Work("generate", batch, longest + TOKENS, numerics=numerics, device="cpu")
+    return computing.load(model, replace(computing.plan(model, work), kernels=kernels))
+
+
+def answer(
+    model: Model, asked: Sequence[list[int]], numerics: str, kernels: str, batch: int = 20
+) -> list[Completion]:
+    computing = loaded(model, max(map(len, asked)), numerics, kernels, batch)
     requests = [Request(str(n), tuple(ids), TOKENS, Sampling(), frozenset()) for n, ids in enumerate(asked)]
-    return sorted(Scheduler(loaded).run(requests), key=lambda completion: int(completion.id))
+    return sorted(Scheduler(computing).run(requests), key=lambda completion: int(completion.id))
 
 
-def trainer(model: Model, numerics: str = "float32", *, clip: float = 1.0, start: Any = None) -> Trainer:
-    computing = engine("torch")
-    plan = computing.plan(model, Work("train", 8, 512, CONFIG, numerics=numerics, device="cpu"))
-    tensors = start or initial(CONFIG, model.config, 0)
-    return computing.load(model, plan).trainer(CONFIG, tensors, Optimizer(clip=clip))
-
-
-def generation(gates: Gates, model: Model, theirs: Any) -> None:
-    """Greedy tokens and log-probabilities in float32 against transformers."""
+def generation(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
+    """Greedy tokens and log-probabilities in float32 against transformers, and in bf16 against float32."""
     asked = prompts(model)
-    ours = answer(model, asked, "float32", len(asked))
+    ours = [answer(model, asked, "float32", one) for one in KERNELS]
+    found = [against_transformers(asked, one, theirs) for one in ours]
+    yield tuple(f"{equal} of {len(asked)}" for equal, _ in found)
+    yield tuple(f"{worst:.1e}" for _, worst in found)
+    narrow = [answer(model, asked, "bf16", one) for one in KERNELS]
+    yield tuple(map(shared, narrow, ours))
+    single = [answer(model, asked, "bf16", one, batch=1) for one in KERNELS]
+    yield tuple(map(shared, narrow, single))
+
+
+def against_transformers(
+    asked: Sequence[list[int]], ours: list[Completion], theirs: Any
+) -> tuple[int, float]:
+    """How many answers are those of transformers, and the largest difference of a log-probability."""
     equal, worst = 0, 0.0
     for ids, completion in zip(asked, ours, strict=True):
         with torch.inference_mode():
             logits = theirs(torch.tensor([ids + completion.tokens[:-1]])).logits[0, len(ids) - 1 :]
         equal += logits.argmax(-1).tolist() == completion.tokens
         want = torch.log_softmax(logits.float(), -1)
-        found = torch.tensor([one.logprob for one in completion.logprobs])
+        found = torch.tensor([one.logprob for one in completion.logprobs or ()])
         places = torch.tensor(completion.tokens)[:, None]
         worst = max(worst, float((want.gather(1, places)[:, 0] - found).abs().max()))
-    gates.add(f"greedy answers equal transformers', {TOKENS} tokens", f"{equal} of {len(asked)}", "all")
-    gates.add("log-probability of a token against transformers'", f"{worst:.1e}", "1e-4")
-    bf16, single = answer(model, asked, "bf16", len(asked)), answer(model, asked, "bf16", 1)
-    gates.add("bf16 against float32, equal tokens before the first other", shared(bf16, ours), "none claimed")
-    gates.add("bf16 at batch 20 against batch 1, the same", shared(bf16, single), "none claimed")
+    return equal, worst
 
 
 def shared(some: list[Completion], others: list[Completion]) -> str:
@@ -117,8 +155,137 @@ def shared(some: list[Completion], others: list[Completion]) -> str:
     return f"{same / sum(len(one.tokens) for one in some):.0%}"
 
 
-def training(gates: Gates, model: Model, theirs: Any) -> None:
-    """A tune in float32 against PEFT, a stop in its middle, the split into micro-batches, and bf16."""
+Logits = NDArray[np.float32]
+
+
+def invariance(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
+    """Bits of logits that differ when only the company, the cut or the threads do."""
+    asked = prompts(model)
+    follow = [one.tokens[:FORCED] for one in answer(model, asked, "float32", "compiled")]
+    longest, threads = max(map(len, asked)), torch.get_num_threads()
+    for numerics in ("float32", "bf16"):
+        lines: list[list[str]] = [[], [], []]
+        for kernels in KERNELS:
+            computing = loaded(model, longest, numerics, kernels)
+            together = forced(computing, asked, follow)
+            alone = [forced(computing, [ids], [rest]) for ids, rest in zip(asked, follow, strict=True)]
+            lines[0].append(differing(together, np.concatenate(alone, axis=1)))
+            lines[1].append(differing(together, by_token(computing, asked, follow)))
+            other = []
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                other.append(forced(loaded(model, longest, numerics, kernels), asked, follow))
+            torch.set_num_threads(threads)
+            lines[2].append(differing(np.concatenate([together] * 2), np.concatenate(other)))
+        yield from map(tuple, lines)
+
+
+def forced(computing: LoadedModel, asked: Sequence[list[int]], follow: Sequence[list[int]]) -> Logits:
+    """Logits after each prompt and each of the tokens that follow it, ``[1 + FORCED, rows, V]``."""
+    session = computing.session()
+    rows = range(len(asked))
+    steps = [session.admit(asked)]
+    kept = [[steps[0].numpy(row).copy() for row in rows]]
+    for number in range(FORCED):
+        logits = session.decode([rest[number] for rest in follow])
+        kept.append([logits.numpy(row).copy() for row in rows])
+    return np.array(kept)
+
+
+def by_token(computing: LoadedModel, asked: Sequence[list[int]], follow: Sequence[list[int]]) -> Logits:
+    """`forced`, of which all but the first token of each prompt comes alone."""
+    texts = [[*ids, *rest] for ids, rest in zip(asked, follow, strict=True)]
+    session = computing.session()
+    session.admit([text[:1] for text in texts])
+    found: list[list[Logits]] = [[] for _ in texts]
+    for place in range(1, max(map(len, texts))):
+        logits = session.decode([text[place] if place < len(text) else 0 for text in texts])
+        for row, text in enumerate(texts):
+            if len(asked[row]) - 1 <= place < len(text):
+                found[row].append(logits.numpy(row).copy())
+    return np.array(found).swapaxes(0, 1)
+
+
+def differing(some: Logits, others: Logits) -> str:
+    assert some.shape == others.shape
+    bits = int(np.bitwise_count(some.view(np.uint32) ^ others.view(np.uint32)).sum(dtype=np.int64))
+    return f"{bits:,} of {32 * some.size:,}"
+
+
+def trainer(model: Model, numerics: str = "float32", *, clip: float = 1.0, start: Any = None) -> Trainer:
+    computing = engine("torch")
+    plan = computing.plan(model, Work("train", 8, 512, CONFIG, numerics=numerics, device="cpu"))
+    tensors = start or initial(CONFIG, model.config, 0)
+    return computing.load(model, plan).trainer(CONFIG, tensors, Optimizer(clip=clip))
+
+
+def training(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
+    """One step: its rounding, its split into micro-batches, and what bf16 does to its gradient."""
+    for found in rounding(model):
+        yield (found,)
+    eight, fours = micro_batches(model, 1, 8), micro_batches(model, 2, 4)
+    one, two = (trainer(model).step(batches, lr=0.0).loss for batches in (eight, fours))
+    yield (f"{abs(one - two) / one:.1e}",)
+    gradients = {}
+    for name, numerics, batches in (
+        ("float32", "float32", eight),
+        ("bf16", "bf16", eight),
+        ("split", "bf16", fours),
+    ):
+        training = trainer(model, numerics, clip=0.0)
+        training.step(batches, lr=0.0)
+        gradients[name] = training.state().m  # a tenth of the gradient, after one step from zero
+    for name in ("float32", "split"):
+        yield (f"{1 - _cosine(gradients['bf16'], gradients[name]):.1e}",)
+
+
+def rounding(model: Model) -> Iterator[str]:
+    """How far float32 gradients, ours and PEFT's, are from float64's: the floor under every comparison."""
+    source, batch = np.random.default_rng(0), micro_batches(model, 1, BATCH)[0]
+    start = {
+        name: array if name.endswith("_a") else source.normal(0, 0.01, array.shape).astype(np.float32)
+        for name, array in initial(CONFIG, model.config, 0).items()
+    }
+    exact, theirs = (peer_gradient(model, batch, start, kind) for kind in (torch.float64, torch.float32))
+    training = trainer(model, clip=0.0, start=start)
+    training.step([batch], lr=0.0)
+    # the first moment is a tenth of the gradient, after one step
+    for found, scale in ((training.state().m, 10), (theirs, 1)):
+        off = np.concatenate([(scale * found[name] - exact[name]).ravel() for name in exact])
+        norm = np.linalg.norm(np.concatenate([array.ravel() for array in exact.values()]))
+        yield f"{np.linalg.norm(off) / norm:.1e}"
+
+
+def peer_gradient(
+    model: Model, batch: MicroBatch, start: dict[str, np.ndarray], dtype: torch.dtype
+) -> dict[str, np.ndarray]:
+    """The gradient that PEFT computes in ``dtype``, by our names."""
+    peer = peer_in(model, start, dtype)
+    ids, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)[:, 1:]
+    present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
+    logits = peer(input_ids=ids, attention_mask=present).logits[:, :-1]
+    # the logits stay in `dtype`: rounding them would hide what is measured
+    torch.nn.functional.cross_entropy(logits[mask], ids[:, 1:][mask]).backward()
+    return {name: leaf.grad.T.numpy().astype(np.float64) for name, leaf in leaves(peer).items()}
+
+
+def peer_in(model: Model, start: dict[str, np.ndarray], dtype: torch.dtype) -> Any:
+    """PEFT's model in ``dtype``, its adapter at ``start``."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
+    if dtype == torch.float64:
+        for module in theirs.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_norm, module)
+    return adapted(theirs.requires_grad_(False).eval(), CONFIG, start).to(dtype)
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm in the dtype of its input: transformers rounds to float32 there."""
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def course(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
+    """A tune in float32: stopped in its middle; against PEFT; and both against one in float64."""
     steps = [[batch] for batch in micro_batches(model, STEPS, BATCH)]
     whole = trainer(model)
     losses = []
@@ -129,92 +296,21 @@ def training(gates: Gates, model: Model, theirs: Any) -> None:
     again = trainer(model)
     again.restore(middle)
     rest = [again.step(step, lr=rate).loss for step, rate in [*zip(steps, RATES, strict=True)][STEPS // 2 :]]
-    off = max(abs(a - b) for a, b in zip(rest, losses[STEPS // 2 :], strict=True))
-    gates.add(f"continued at step {STEPS // 2} of {STEPS}, loss difference", f"{off:g}", "0")
-    against_peft(gates, model, theirs, steps, losses, whole.state().params)
-    splits(gates, model)
-
-
-def against_peft(
-    gates: Gates,
-    model: Model,
-    theirs: Any,
-    steps: list[list[MicroBatch]],
-    losses: list[float],
-    params: dict[str, np.ndarray],
-) -> None:
-    """Our tune beside PEFT's; and PEFT's beside itself, when only the order of its sums changes."""
+    yield (f"{max(abs(a - b) for a, b in zip(rest, losses[STEPS // 2 :], strict=True)):g}",)
     start = initial(CONFIG, model.config, 0)
-    peer = adapted(theirs, CONFIG, start)
+    peer = peer_in(model, start, torch.float32)
     wanted = tune(peer, steps, RATES)
-    gates.add(f"loss of {STEPS} steps against PEFT and AdamW, relative", apart(losses, wanted), "1e-5")
+    yield (apart(losses, wanted),)
     found = {name: leaf.detach().T.numpy() for name, leaf in leaves(peer).items()}
-    gates.add("adapter after them, 1 - cosine", f"{1 - _cosine(params, found):.1e}", "1e-4")
-    for name, leaf in leaves(peer).items():
-        leaf.data = torch.from_numpy(start[name].T.copy())
-    alone = [[one for batch in step for one in single(batch)] for step in steps]
-    again = tune(peer, alone, RATES)
-    gates.add("PEFT against PEFT, one sequence at a time, the same", apart(again, wanted), "none claimed")
-
-
-def rounding(gates: Gates, model: Model) -> None:
-    """How far float32 gradients, ours and PEFT's, are from float64's: the floor under every comparison."""
-    source, batch = np.random.default_rng(0), micro_batches(model, 1, BATCH)[0]
-    start = {
-        name: array if name.endswith("_a") else source.normal(0, 0.01, array.shape).astype(np.float32)
-        for name, array in initial(CONFIG, model.config, 0).items()
-    }
-    exact, theirs = (peer_gradient(model, batch, start, kind) for kind in (torch.float64, torch.float32))
-    training = trainer(model, clip=0.0, start=start)
-    training.step([batch], lr=0.0)
-    for whose, found in (("ours", training.state().m), ("PEFT's", theirs)):
-        scale = 10 if whose == "ours" else 1  # the first moment is a tenth of the gradient, after one step
-        off = np.concatenate([(scale * found[name] - exact[name]).ravel() for name in exact])
-        norm = np.linalg.norm(np.concatenate([array.ravel() for array in exact.values()]))
-        gates.add(f"gradient against float64, {whose}", f"{np.linalg.norm(off) / norm:.1e}", "none claimed")
-
-
-def peer_gradient(
-    model: Model, batch: MicroBatch, start: dict[str, np.ndarray], dtype: torch.dtype
-) -> dict[str, np.ndarray]:
-    """The gradient that PEFT computes in ``dtype``, by our names."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
-    peer = adapted(theirs.requires_grad_(False).eval(), CONFIG, start).to(dtype)
-    ids, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)[:, 1:]
-    present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
-    logits = peer(input_ids=ids, attention_mask=present).logits[:, :-1]
-    # the logits stay in `dtype`: rounding them would hide what is measured
-    torch.nn.functional.cross_entropy(logits[mask], ids[:, 1:][mask]).backward()
-    return {name: leaf.grad.T.numpy().astype(np.float64) for name, leaf in leaves(peer).items()}
-
-
-def single(batch: MicroBatch) -> list[MicroBatch]:
-    """A micro-batch as micro-batches of one sequence each, without padding."""
-    rows = zip(batch.tokens, batch.mask, batch.lengths, strict=True)
-    return [MicroBatch(ids[None, :size], mask[None, :size], np.array([size])) for ids, mask, size in rows]
+    yield (f"{1 - _cosine(whole.state().params, found):.1e}",)
+    exact = tune(peer_in(model, start, torch.float64), steps, RATES)
+    yield (apart(losses, exact),)
+    yield (apart(wanted, exact),)
 
 
 def apart(some: list[float], others: list[float]) -> str:
     """The largest relative difference of two courses of losses."""
     return f"{max(abs(a - b) / b for a, b in zip(some, others, strict=True)):.1e}"
-
-
-def splits(gates: Gates, model: Model) -> None:
-    eight, fours = micro_batches(model, 1, 8), micro_batches(model, 2, 4)
-    one, two = (trainer(model).step(batches, lr=0.0).loss for batches in (eight, fours))
-    gates.add("loss of a micro-batch of 8 against 2 x 4, relative", f"{abs(one - two) / one:.1e}", "1e-6")
-    gradients = {}
-    for name, numerics, batches in (
-        ("float32", "float32", eight),
-        ("bf16", "bf16", eight),
-        ("split", "bf16", fours),
-    ):
-        training = trainer(model, numerics, clip=0.0)
-        training.step(batches, lr=0.0)
-        gradients[name] = training.state().m  # a tenth of the gradient, after one step from zero
-    exact, split = (_cosine(gradients["bf16"], gradients[name]) for name in ("float32", "split"))
-    gates.add("gradient in bf16 against float32, 1 - cosine", f"{1 - exact:.1e}", "none claimed")
-    gates.add("gradient in bf16, 8 against 2 x 4, 1 - cosine", f"{1 - split:.1e}", "none claimed")
 
 
 def _cosine(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> float:
@@ -224,31 +320,127 @@ def _cosine(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> float
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
-def page(gates: Gates, model: Model) -> str:
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
-    rows = "".join(f"| {gate} | {measured} | {bound} |\n" for gate, measured, bound in gates.rows)
-    return (
-        "# Measured numerics\n\n"
-        f"On the `demo` model (fingerprint `{model.fingerprint[:12]}`), in float32 unless a line says bf16; "
-        f"written by\n`python docs/measure.py`. What is exact and what is not, and why, is in "
-        f"[design/numerics.md](design/numerics.md).\n\n"
-        f"| gate | measured | bound |\n| --- | --- | --- |\n{rows}\n"
-        "Two correct float32 tunes drift apart, for a reason given there. Where the loss differs from PEFT's "
-        "by\nmore than its bound, the two lines against float64 tell whose rounding is the larger.\n\n"
-        f"Machine: {hardware()}; Python {platform.python_version()}, {versions}.\n"
-    )
+def both(text: str, bound: str, torchs: str = "") -> Gate:
+    """A gate of both kernels; `torchs` is what torch's are bound to, if not to the same."""
+    return Gate(text, (bound, torchs or bound))
 
 
-def main() -> None:
+def one(text: str, bound: str) -> Gate:
+    return Gate(text, (bound,))
+
+
+SECTIONS = {
+    "generation": Section(
+        "Generation",
+        ("compiled kernels", "torch's kernels"),
+        (
+            both(f"greedy answers equal transformers', {TOKENS} tokens", "all"),
+            both("log-probability of a token against transformers'", "1e-4"),
+            both("bf16 against float32, equal tokens before the first other", FREE),
+            both("bf16 at batch 20 against batch 1, the same", FREE),
+        ),
+        generation,
+    ),
+    "invariance": Section(
+        "Bits of logits that differ",
+        ("compiled kernels", "torch's kernels"),
+        tuple(
+            both(f"{numerics}, {text}", "0", FREE)
+            for numerics in ("float32", "bf16")
+            for text in (
+                "20 rows together against alone",
+                "prefill against token by token",
+                "2 threads, 1 and 3",
+            )
+        ),
+        invariance,
+    ),
+    "training": Section(
+        "A training step",
+        ("measured",),
+        (
+            one("gradient against float64, ours", FREE),
+            one("gradient against float64, PEFT's", FREE),
+            one("loss of a micro-batch of 8 against 2 x 4, relative", "1e-6"),
+            one("gradient in bf16 against float32, 1 - cosine", FREE),
+            one("gradient in bf16, 8 against 2 x 4, 1 - cosine", FREE),
+        ),
+        training,
+    ),
+    "tune": Section(
+        f"A tune of {STEPS} steps",
+        ("measured",),
+        (
+            one(f"continued at step {STEPS // 2}, loss difference", "0"),
+            one("loss at every step against PEFT and AdamW, relative", "1e-5"),
+            one("adapter after them, 1 - cosine", "1e-4"),
+            one("loss at every step against float64, relative, ours", FREE),
+            one("loss at every step against float64, relative, PEFT's", FREE),
+        ),
+        course,
+    ),
+}
+HEAD = """# Measured numerics
+
+On the `demo` model (fingerprint `{fingerprint}`), in float32 unless a line says bf16; written by
+`python docs/measure.py`. What is exact and what is not, and why, is in
+[design/numerics.md](design/numerics.md).
+"""
+TAIL = """
+In float64 means: PEFT's model with all its operators in float64, norms included, over the same tables of
+rotations. Two correct float32 tunes drift apart, for a reason given in the design page; the lines against
+float64 tell whose rounding is the larger.
+
+Machine: {machine}.
+"""
+
+
+def page(tables: Mapping[str, Table], fingerprint: str, machine: str) -> str:
+    """The whole page; `tables` has the cells of every section, line after line."""
+    parts = [HEAD.format(fingerprint=fingerprint)]
+    for name, section in SECTIONS.items():
+        bounds = len(set(zip(*(gate.bounds for gate in section.gates), strict=True)))
+        heads = ["gate", *section.columns, *(["bound"] if bounds == 1 else ["bound", "bound of torch's"])]
+        lines = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+        rows = tables[name] or [(UNKNOWN,) * len(section.columns)] * len(section.gates)
+        for gate, cells in zip(section.gates, rows, strict=True):
+            assert len(cells) == len(gate.bounds)
+            lines.append(" | ".join([gate.text, *cells, *gate.bounds[:bounds]]))
+        parts.append(f"\n## {section.title}\n\n" + "".join(f"| {line} |\n" for line in lines))
+    return "".join(parts) + TAIL.format(machine=machine)
+
+
+def written(text: str) -> tuple[dict[str, Table], str, str]:
+    """What a page holds that was measured: its tables, the model's fingerprint, and the machine."""
+    tables: dict[str, Table] = {}
+    for name, section in SECTIONS.items():
+        part = text.partition(f"## {section.title}\n")[2].partition("## ")[0]
+        rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][2:]
+        tables[name] = [tuple(row[1 : 1 + len(section.columns)]) for row in rows]
+    fingerprint = re.search(r"fingerprint `(\w+)`", text)
+    machine = re.search(r"^Machine: (.*)\.$", text, re.MULTILINE)
+    assert fingerprint is not None and machine is not None
+    return tables, fingerprint[1], machine[1]
+
+
+def main(names: Sequence[str]) -> None:
     transformers.logging.set_verbosity_error()
-    model, gates = resolve("demo"), Gates()
+    transformers.utils.logging.disable_progress_bar()
+    model = resolve("demo")
+    measured: dict[str, Table] = {}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     theirs.requires_grad_(False).eval()
-    rounding(gates, model)
-    generation(gates, model, theirs)
-    training(gates, model, theirs)
-    PAGE.write_text(page(gates, model), encoding="utf-8")
+    for name in names or SECTIONS:
+        section = SECTIONS[name]
+        measured[name] = []
+        for gate, cells in zip(section.gates, section.measure(model, theirs), strict=True):
+            measured[name].append(cells)
+            print(gate.text, *cells, *(f"MISSED {cell}" for cell in gate.missed(cells)), sep="\t", flush=True)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
+    machine = f"{hardware()}; Python {platform.python_version()}, {versions}"
+    tables = written(PAGE.read_text(encoding="utf-8"))[0] | measured
+    PAGE.write_text(page(tables, model.fingerprint[:12], machine), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

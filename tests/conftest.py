@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import make_server
 
 pytest_plugins = ["pool.gluster"]
@@ -34,7 +36,7 @@ class OneAtATime:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 server on this machine, with the bucket `BUCKET`."""
-    app = OneAtATime(DomainDispatcherApplication(create_backend_app))
+    app = OneAtATime(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
@@ -71,9 +73,25 @@ def s3_environment(endpoint: str) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder whose syncs cost nothing: a killed process leaves the same behind on any filesystem."""
+    fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=fast, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=["local", "s3"])
 def durable_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place that survives a process: a folder, then an S3 prefix."""
     if request.param == "local":
         return str(tmp_path / "state")
+    return request.getfixturevalue("s3")()
+
+
+@pytest.fixture(params=["local", "s3"])
+def quick_uri(request: pytest.FixtureRequest) -> str:
+    """The same for hundreds of runs: a folder without a disk, then an S3 prefix."""
+    if request.param == "local":
+        return str(request.getfixturevalue("memory") / "state")
     return request.getfixturevalue("s3")()

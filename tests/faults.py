@@ -4,6 +4,9 @@ A *zygote* imports what the scenario needs once and then forks for every run, so
 milliseconds and can be killed for real. It never touches a store itself: a client library's threads
 would not survive the fork.
 
+Calls of the work and calls of the thread that renews the lease are numbered apart: how often a lease is
+renewed depends on how fast the machine is, what the work asks for does not.
+
 As a program: ``python -m faults MODULE:FUNCTION`` reads one JSON request a line and answers one.
 """
 
@@ -14,13 +17,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+import spillover.store.cloud  # noqa: F401 - a zygote loads it once, so that its children need not
+from spillover.store import Fault, FaultyStore, Store
 
 TESTS = Path(__file__).resolve().parent
 KINDS = ("before", "after", "kill", "killed")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,15 @@ class Outcome:
 
     code: int
     calls: list[str]
+    renewals: list[str]
     error: str
+
+    def require(self, at: int, kind: str) -> bool:
+        """Whether the fault had its turn; the run ended as that kind makes it end, or else as a clean one."""
+        reached = len(self.calls) >= at
+        expected = (0,) if not reached else (-9,) if kind in ("kill", "killed") else (0, 1)
+        assert self.code in expected, (at, kind, self.calls[at - 1 : at], self)
+        return reached
 
 
 class Zygote:
@@ -44,9 +61,18 @@ class Zygote:
             text=True,
         )
 
-    def run(self, uri: str, log: Path, fault: tuple[int, str] | None = None, **options: Any) -> Outcome:
+    def run(
+        self,
+        uri: str,
+        log: Path,
+        fault: tuple[int, str] | None = None,
+        renewal: tuple[int, str] | None = None,
+        **options: Any,
+    ) -> Outcome:
+        """One run, with a fault at a call of the work, or at a call of the lease's renewals."""
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        request = {"uri": uri, "log": str(log), "fault": fault, "options": options, "env": environment}
+        request = {"uri": uri, "log": str(log), "options": options, "env": environment}
+        request |= {"fault": fault, "renewal": renewal}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -75,32 +101,58 @@ def main(scenario: str) -> None:
             os._exit(_child(run, request, scratch))
         _, status = os.waitpid(child, 0)
         lines = scratch.read_text().splitlines() if scratch.exists() else []
-        calls = [line for line in lines if not line.startswith("error ")]
-        errors = [line.removeprefix("error ") for line in lines if line.startswith("error ")]
         scratch.unlink(missing_ok=True)
+
+        def told(what: str, lines: list[str] = lines) -> list[str]:
+            return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]
+
         answer = {
             "code": os.waitstatus_to_exitcode(status),
-            "calls": calls,
-            "error": errors[-1] if errors else "",
+            "calls": told("call"),
+            "renewals": told("renewal"),
+            "error": "".join(told("error")),
         }
         print(json.dumps(answer), flush=True)
 
 
+class WorkStore(FaultyStore):
+    """A faulty store for the work; the calls of its lease's thread are counted, and fail, by themselves.
+
+    Attributes:
+        renewals: the store of that thread.
+    """
+
+    def __init__(self, inner: Store, fault: Fault | None, renewal: Fault | None) -> None:
+        super().__init__(inner, fault)
+        self.renewals = FaultyStore(inner, renewal)
+
+    def _call(self, name: str, key: str, act: Callable[[], T], *, conditional: bool = False) -> T:
+        if threading.current_thread().name == "lease":
+            return self.renewals._call(name, key, act, conditional=conditional)
+        return super()._call(name, key, act, conditional=conditional)
+
+
+class Recording(list[str]):
+    """Calls, written down before they are made: this process may be killed in one."""
+
+    def __init__(self, file: int, what: str) -> None:
+        super().__init__()
+        self._file, self._what = file, what
+
+    def append(self, call: str) -> None:
+        super().append(call)
+        os.write(self._file, f"{self._what} {call}\n".encode())
+
+
 def _child(run: Any, request: dict[str, Any], scratch: Path) -> int:
     from spillover.errors import SpillError
-    from spillover.store import Fault, FaultyStore, open_store
+    from spillover.store import open_store
 
     os.environ.update(request["env"])
     out = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    class Recording(list):  # type: ignore[type-arg]
-        def append(self, call: str) -> None:
-            super().append(call)
-            os.write(out, f"{call}\n".encode())
-
-    fault = Fault(*request["fault"]) if request["fault"] else None
-    store = FaultyStore(open_store(request["uri"]), fault)
-    store.calls = Recording()
+    fault, renewal = (Fault(*request[of]) if request[of] else None for of in ("fault", "renewal"))
+    store = WorkStore(open_store(request["uri"]), fault, renewal)
+    store.calls, store.renewals.calls = Recording(out, "call"), Recording(out, "renewal")
     try:
         run(store, Path(request["log"]), **request["options"])
         return 0

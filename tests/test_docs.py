@@ -38,6 +38,10 @@ STRUCTS = (
     "spillover.models.pins.Pin",
     "spillover.pool.folder.Identity",
     "spillover.pool.gate.Resident",
+    *(f"spillover.queue.messages.{name}" for name in "Task Submitted Acquired Completion Receipt".split()),
+    *(f"spillover.queue.messages.{name}" for name in "Yielded Failure Consumer Batch".split()),
+    *(f"spillover.queue.messages.{name}" for name in "CheckpointInfo Stats TaskInfo".split()),
+    "spillover.queue.transport.Told",
     "spillover.store.filesystem.Declaration",
 )
 """Documents that are read or written; the structs inside them are found from these."""

@@ -150,6 +150,25 @@ def test_the_crash_story_ends_well(tmp_path):
     assert told[-1] == "6 tasks, each accepted once"
 
 
+def test_the_commands_of_the_queue_example_run_as_they_are_written(tmp_path):
+    readme = packaged("queue/README.md").read_text(encoding="utf-8")
+    commands = [line for line in re.findall(r"^    (.+)$", readme, re.MULTILINE) if "ray_" not in line]
+    assert len(commands) == 4
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(["spill example queue", *commands])],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "100 squares, the last is 9801" in done.stdout
+    assert "6 tasks, each accepted once" in done.stdout
+    assert "accepted positions: 100, 100 of them undelivered" in done.stdout
+    assert done.stdout.endswith("1 queues, 100 tasks, 100 payloads: all is well\n")
+
+
 @pytest.mark.slow
 def test_the_ray_example_runs_on_one_machine(tmp_path):
     told = example("queue/ray_workers.py", tmp_path / "jobs").splitlines()

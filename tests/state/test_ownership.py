@@ -17,13 +17,15 @@ from spillover.store import LocalStore, MemoryStore, open_store
 from state.worker import IDENTITY, Worker
 
 Start = Callable[..., Worker]
+PATIENCE = 60.0
+"""Seconds that a machine under load may need for what takes a moment."""
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     workers: list[Worker] = []
 
-    def begin(uri: str, lease: float = 1.5, **options: bool) -> Worker:
+    def begin(uri: str, lease: float = 3.0, **options: bool) -> Worker:
         workers.append(Worker(uri, lease, **options))
         return workers[-1]
 
@@ -51,7 +53,7 @@ def test_of_two_that_start_at_once_one_works_and_the_other_says_who(durable_uri:
 
 def test_a_killed_owners_work_is_taken_over(durable_uri: str, start: Start) -> None:
     local = not durable_uri.startswith("s3:")
-    lease = 600 if local else 1.5
+    lease = 600 if local else 2.0
     first = start(durable_uri, lease)
     assert first.hear() == "owned 1"
     assert first.ask("publish 1") == "ok"
@@ -61,7 +63,7 @@ def test_a_killed_owners_work_is_taken_over(durable_uri: str, start: Start) -> N
     second = start(durable_uri, lease)
     assert second.hear() == "owned 2"
     waited = time.monotonic() - before
-    assert waited < 5 if local else waited > 1.5
+    assert waited < PATIENCE if local else waited > 2.0
     assert second.ask("publish 2") == "ok"
     assert step(durable_uri) == 2
 
@@ -90,7 +92,7 @@ def test_a_fenced_owner_notices_without_publishing(tmp_path: Path, start: Start)
     first = start(str(tmp_path))
     assert first.hear() == "owned 1"
     assert start(str(tmp_path), takeover=True).hear() == "owned 2"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while (heard := first.ask("check")) == "ok" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert heard.startswith("Superseded")
@@ -98,10 +100,10 @@ def test_a_fenced_owner_notices_without_publishing(tmp_path: Path, start: Start)
 
 def test_a_live_owner_keeps_the_work_for_many_leases(s3: Callable[[], str], start: Start) -> None:
     uri = s3()
-    first = start(uri, 0.9)
+    first = start(uri, 2.0)
     assert first.hear() == "owned 1"
     for _ in range(2):
-        assert start(uri, 0.9).hear().startswith("LockContended")
+        assert start(uri, 2.0).hear().startswith("LockContended")
     assert first.ask("check") == "ok"
     assert first.ask("publish 1") == "ok"
 
@@ -166,7 +168,7 @@ def test_anybody_can_ask_the_owner_to_stop(durable_uri: str, start: Start) -> No
     assert worker.hear() == "owned 1"
     assert worker.ask("asked") == "no"
     State(open_store(durable_uri)).quiesce("moving to another machine")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while (heard := worker.ask("asked")) == "no" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert heard == f"moving to another machine (asked from {socket.gethostname()})"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -253,9 +252,7 @@ def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     holder.stdout.close()
-    before = time.monotonic()
     hold = store.hold("owners/x")
     assert hold is not None
-    assert time.monotonic() - before < 1
     hold.release()
     assert not (tmp_path / "owners" / "x").exists()

@@ -16,6 +16,7 @@ SHORT, LONG, COMPARED = 31, 287, 16  # COMPARED rows do so after LONG tokens too
 PREFILL = 256  # tokens of a prefill, in sequences of SEQUENCE or as one
 SEQUENCE = 32  # tokens of most sequences
 FEW, MANY = 2, 8  # sequences of a training step
+_LEAST = 0.2  # of a pass of the large model goes to its products
 
 
 @dataclass(frozen=True)
@@ -101,4 +102,7 @@ class _Rest:
         """Seconds a weight that a pass of `seconds` has left for its products."""
         shape = self.shape
         beside = self.layer + tokens * (shape.hidden * self.element + shape.queries * attention)
-        return max(0.0, seconds - shape.layers * beside) / (shape.weights + shape.head * logits / tokens)
+        # a hiccup of the small model must not explain a whole pass of the large one
+        return max(_LEAST * seconds, seconds - shape.layers * beside) / (
+            shape.weights + shape.head * logits / tokens
+        )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _NUMERICS: tuple[Numerics, ...] = ("float32", "bf16")
 _MEMORY_BYTES = 1 << 30
+_PRODUCT = 2048  # rows and columns
 _RUNS = 4
 
 Turn = Callable[[int, int, str], None]
@@ -105,8 +106,8 @@ def _rates(large: Model, small: Model, numerics: Numerics, parts: Iterator[None]
 @torch.inference_mode()
 def _product(dtype: torch.dtype) -> float:
     """GFLOP/s of a large product."""
-    big = torch.ones(2048, 2048, dtype=dtype)
-    return 2 * 2048**3 / best(lambda: F.linear(big, big), 5) / 1e9
+    big = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype)
+    return 2 * _PRODUCT**3 / best(lambda: F.linear(big, big), 5) / 1e9
 
 
 def _planned(model: Model, kind: str, numerics: Numerics) -> LoadedModel:
