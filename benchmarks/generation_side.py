@@ -38,7 +38,7 @@ class Ours:
             device="cpu",
         )
         computing = engine("torch")
-        self._loaded = None  # before another is read
+        self._loaded = self._session = None  # before another is read
         self._loaded = computing.load(self._model, computing.plan(self._model, work))
         self._prompts, self._tokens = prompts, tokens
 

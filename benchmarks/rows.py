@@ -2,9 +2,9 @@
 
 2,000 questions with answers of at most 8 to 32 tokens, greedy, on the demo model. Both sides are commands on
 all cores, timed from start to the last result, loading of the model included. Ours is the whole command with
-its durable state in a fresh folder; the script (`rows_plain.py`) holds its answers in memory until the end. It
-sorts its rows, and runs with the dtype and the batch size, of 16, 32, 64 and 128, that were the fastest on
-the first 256 of them.
+its durable state in a fresh folder; the script (`rows_plain.py`) holds its answers in memory until the end.
+It sorts its rows, and runs with the dtype and the batch size, of 16, 32, 64 and 128, that were the fastest
+on the first 256 of them.
 
     python benchmarks/rows.py [--quick] [--json FILE]
 

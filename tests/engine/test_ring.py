@@ -1,4 +1,4 @@
-"""What the weight ring delivers: the bytes of the files, in the order that was asked for, in bounded memory."""
+"""What the weight ring delivers: the bytes of the files, in the order asked for, in bounded memory."""
 
 from __future__ import annotations
 
@@ -271,12 +271,12 @@ def test_an_abandoned_read_of_experts_leaves_its_buffers(mixtral):
 
 
 def test_an_unknown_expert_is_one_line(mixtral, llama):
-    with ring(mixtral, [1]) as streamed, streamed.layer() as layer:
-        with pytest.raises(EngineError, match="layer 1 has 5 experts, none of number 5"):
-            layer.experts([0, 5])
-    with ring(llama, [1]) as streamed, streamed.layer() as layer:
-        with pytest.raises(EngineError, match="layer 1 has 0 experts"):
-            layer.experts([0])
+    unknown = pytest.raises(EngineError, match="layer 1 has 5 experts, none of number 5")
+    with ring(mixtral, [1]) as streamed, streamed.layer() as layer, unknown:
+        layer.experts([0, 5])
+    dense = pytest.raises(EngineError, match="layer 1 has 0 experts")
+    with ring(llama, [1]) as streamed, streamed.layer() as layer, dense:
+        layer.experts([0])
 
 
 # How it is read
