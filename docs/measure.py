@@ -39,6 +39,7 @@ from spillover.engine import (
 )
 from spillover.jobs.data import collate, read_rows
 from spillover.jobs.runs import hardware
+from spillover.jobs.schedule import lr_at
 from spillover.models import LoraConfig, Model, initial, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +49,7 @@ from engine.torch.peer import adapted, leaves, tune  # noqa: E402  (found throug
 PAGE = ROOT / "docs" / "numerics.md"
 TOKENS, STEPS, BATCH = 32, 50, 2
 FORCED = 4  # tokens that follow each prompt where bits are compared
-RATES = [1e-4 * min(1.0, (step + 1) / 5) for step in range(STEPS)]
+RATES = [lr_at(step, STEPS, 1e-4, 0.03, "cosine") for step in range(STEPS)]  # what a tune does by default
 CONFIG = LoraConfig()
 KERNELS = ("compiled", "torch")
 FREE, UNKNOWN = "none claimed", "not measured"

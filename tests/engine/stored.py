@@ -76,9 +76,10 @@ def store(
             weight_map[name] = file
         header = json.dumps(entries).encode()
         header += b" " * (-len(header) % 8)
-        (folder / file).write_bytes(struct.pack("<Q", len(header)) + header + data)
+        with (folder / file).open("wb") as opened:
+            opened.write(struct.pack("<Q", len(header)) + header + data)
+            os.fsync(opened.fileno())
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    os.sync()
     return Stored(folder, config)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -37,10 +38,14 @@ class Shard:
         self._buffered = -1
         try:
             self._descriptor, self.direct = _open(path, direct)
-            self._identity = _identity(os.fstat(self._descriptor))
+            facts = os.fstat(self._descriptor)
         except OSError as error:
             self.close()
             raise ModelError(f"{path} cannot be opened: {error.strerror}", hint=_AGAIN) from None
+        if not stat.S_ISREG(facts.st_mode):
+            self.close()
+            raise ModelError(f"{path} is not a file", hint=_AGAIN)
+        self._identity = _identity(facts)
 
     def read(self, start: int, view: memoryview, needed: int, what: str) -> int:
         """Fill `view` with the bytes from `start` on, and return how many were read.

@@ -98,7 +98,7 @@ def _measure(dtype: torch.dtype) -> Speeds:
     return Speeds(gflops=round(gflops, 1), packed=bool(packed) and faster)
 
 
-def best(call: Callable[[], object], runs: int, patience: float = 1.0) -> float:
+def best(call: Callable[[], object], runs: int, patience: float = 0.6) -> float:
     """The shortest of `runs`, in seconds: other processes can only make one longer.
 
     There are at least two, and no more once `patience` seconds are over.

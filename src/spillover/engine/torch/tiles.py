@@ -7,6 +7,7 @@ the backward, and none has soft-caps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,54 +25,60 @@ _TILE = 64  # queries at once: bounds the score matrix and skips most of the mas
 KEPT_LENGTH = 256  # up to this length probabilities wait for the backward, beyond it they are computed again
 
 
-@dataclass(frozen=True)
 class Group:
-    """Sequences of one call: where each begins in the pass, and its length, longest first."""
+    """Sequences of one call, longest first: where each begins in the pass, and its length."""
 
-    starts: Sequence[int]
-    lengths: Sequence[int]
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        self.starts = starts
+        self.lengths = lengths
+        # few different numbers of positions, because oneDNN keeps a kernel for each shape
+        grain = 16 if lengths[0] <= _TILE else 32
+        self.span = -(-lengths[0] // grain) * grain
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    @property
-    def span(self) -> int:
-        """Positions of the buffer: few different numbers, because oneDNN keeps a kernel for each shape."""
-        grain = 16 if self.lengths[0] <= _TILE else 32
-        return -(-self.lengths[0] // grain) * grain
-
-    def spread(self, packed: Tensor, heads: slice) -> Tensor:
-        """`heads` of ``[N, heads, D]`` as ``[B, heads, T, D]``, zero after a sequence's end."""
-        part = packed[:, heads]
-        shape = (len(self.lengths), part.shape[1], self.span, part.shape[2])
-        ragged = min(self.lengths) < self.span
-        padded = part.new_zeros(shape) if ragged else part.new_empty(shape)
-        torch._foreach_copy_(self._views(padded), self._slices(part))
+    def spread(self, packed: Tensor) -> Tensor:
+        """``[N, heads, D]`` as ``[heads, B, T, D]``, zero after a sequence's end."""
+        shape = (packed.shape[1], len(self.lengths), self.span, packed.shape[2])
+        padded = packed.new_zeros(shape) if self.lengths[-1] < self.span else packed.new_empty(shape)
+        torch._foreach_copy_(self._views(padded), self._slices(packed))
         return padded
 
     def gather(self, padded: Tensor, packed: Tensor) -> None:
-        """Write ``[B, heads, T, D]`` into this group's rows of ``[N, heads, D]``."""
+        """Write ``[heads, B, T, D]`` into this group's rows of ``[N, heads, D]``."""
         torch._foreach_copy_(self._slices(packed), self._views(padded))
+
+    def mask(self, queries: int, keys: int, behind: int, like: Tensor) -> Tensor:
+        """Minus infinity where a query does not see a key, else 0: ``[queries, keys]``, made once a pass.
+
+        Query i sees key ``keys - queries + i`` and `behind` keys before it.
+        """
+        known = self._masks.get((queries, keys, like.dtype))
+        if known is None:
+            hidden = torch.full((queries, keys), -torch.inf, dtype=like.dtype, device=like.device)
+            last = keys - queries
+            known = hidden.triu(last + 1) + hidden.tril(last - behind - 1)
+            self._masks[queries, keys, like.dtype] = known
+        return known
 
     def _slices(self, packed: Tensor) -> list[Tensor]:
         places = zip(self.starts, self.lengths, strict=True)
         return [packed[start : start + length] for start, length in places]
 
     def _views(self, padded: Tensor) -> list[Tensor]:
-        return [one[:, :length].transpose(0, 1) for one, length in zip(padded, self.lengths, strict=True)]
+        by_token = padded.permute(1, 2, 0, 3).unbind()
+        return [one[:length] for one, length in zip(by_token, self.lengths, strict=True)]
 
 
 def groups(lengths: Sequence[int]) -> list[Group]:
-    """Sequences that follow one another in a pass: none is shorter than half of its group's longest."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    found: list[Group] = []
-    members: list[int] = []
+    """Sequences that follow one another in a pass, by length: none is shorter than half of its group's longest."""
+    starts = [0, *itertools.accumulate(lengths)]
+    found: list[list[int]] = []
     for one in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if members and 2 * lengths[one] < lengths[members[0]]:
-            found.append(Group([starts[i] for i in members], [lengths[i] for i in members]))
-            members = []
-        members.append(one)
-    found.append(Group([starts[i] for i in members], [lengths[i] for i in members]))
-    return found
+        if found and 2 * lengths[one] >= lengths[found[-1][0]]:
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return [Group([starts[i] for i in members], [lengths[i] for i in members]) for members in found]
 
 
 def tiled(heads: Tensor, within: Sequence[Group], kv_heads: int, scoring: Scoring) -> Tensor:
@@ -84,52 +91,53 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, within: Sequence[Group], kv_heads: int, scoring: Scoring) -> Tensor:
         out = _rows_like(heads, heads.shape[1] - 2 * kv_heads, within)
         ctx.args = (within, kv_heads, scoring)
-        kept = []
+        saved = []
         for group in within:
-            call = _Call(group, heads, kv_heads, scoring)
+            call = _Call(group, group.spread(heads), kv_heads, scoring)
+            saved.append(call.heads)
             mixed = torch.empty_like(call.q)
             for tile in call.tiles():
                 p = tile.probabilities()
                 tile.of(mixed).copy_(torch.bmm(p, tile.v).view_as(tile.of(mixed)))
-                if group.span <= KEPT_LENGTH and ctx.needs_input_grad[0]:
-                    kept.append(p)
+                if group.span <= KEPT_LENGTH:
+                    saved.append(p)
             group.gather(mixed, out)
-        ctx.save_for_backward(heads, *kept)
+        ctx.save_for_backward(*saved)
         return out.flatten(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        heads, *kept = ctx.saved_tensors
         within, kv_heads, scoring = ctx.args
-        by_heads = _rows_like(heads, heads.shape[1], within)
-        grad = grad.view(len(heads), -1, heads.shape[2])
-        waiting = iter(kept)
+        saved = iter(ctx.saved_tensors)
+        by_heads = None
         for group in within:
-            call = _Call(group, heads, kv_heads, scoring)
-            group.gather(call.backward(grad, waiting), by_heads)
+            call = _Call(group, next(saved), kv_heads, scoring)
+            if by_heads is None:
+                grad = grad.view(len(grad), -1, call.heads.shape[-1])
+                by_heads = _rows_like(grad, len(call.heads), within)
+            group.gather(call.backward(group.spread(grad), saved), by_heads)
+        assert by_heads is not None
         return by_heads, None, None, None
 
 
-def _rows_like(heads: Tensor, count: int, within: Sequence[Group]) -> Tensor:
-    """``[N, count, D]``; zero where no group will write."""
+def _rows_like(packed: Tensor, heads: int, within: Sequence[Group]) -> Tensor:
+    """``[N, heads, D]``; zero where no group will write."""
     covered = sum(sum(group.lengths) for group in within)
-    rows = heads.new_empty(len(heads), count, heads.shape[2])
+    rows = packed.new_empty(len(packed), heads, packed.shape[2])
     rows[covered:] = 0
     return rows
 
 
 class _Call:
-    """One group's queries ``[B, heads, T, D]``, keys and values ``[B kv, T, D]``."""
+    """One group's heads, ``[heads + 2 kv_heads, B, T, D]``: queries, keys, values."""
 
     def __init__(self, group: Group, heads: Tensor, kv_heads: int, scoring: Scoring) -> None:
-        queries = heads.shape[1] - 2 * kv_heads
         self.group = group
+        self.heads = heads
         self.scoring = scoring
         self.kv_heads = kv_heads
-        self.q = group.spread(heads, slice(queries))
-        keys, values = slice(queries, queries + kv_heads), slice(queries + kv_heads, None)
-        self.k, self.v = (group.spread(heads, one).flatten(0, 1) for one in (keys, values))
+        self.q, self.k, self.v = heads.split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
 
     def tiles(self) -> Iterator[_Tile]:
         span, window = self.group.span, self.scoring.window
@@ -139,34 +147,26 @@ class _Call:
             reached = sum(length > start for length in self.group.lengths)
             yield _Tile(self, start, stop, first, reached)
 
-    def backward(self, grad: Tensor, kept: Iterator[Tensor]) -> Tensor:
-        """The gradient of queries, keys and values, ``[B, heads + 2 kv_heads, T, D]``."""
-        out_grad = self.group.spread(grad, slice(None))
-        count, queries, span, width = self.q.shape
-        by_all = self.q.new_empty(count, queries + 2 * self.kv_heads, span, width)
-        by_q, by_rest = by_all[:, :queries], by_all[:, queries:]
+    def backward(self, out_grad: Tensor, saved: Iterator[Tensor]) -> Tensor:
+        """The gradient of `heads` from that of the output, ``[heads, B, T, D]``; `saved` has what forward kept."""
+        by_heads = torch.empty_like(self.heads)
+        by_q, by_k, by_v = by_heads.split([len(self.q), self.kv_heads, self.kv_heads])
         # several tiles add to the same keys: in float32
-        by_k, by_v = (torch.zeros_like(self.k, dtype=torch.float32) for _ in range(2))
+        sums = torch.zeros((2, *self.k.shape), dtype=torch.float32, device=by_heads.device)
         for tile in self.tiles():
-            p: Tensor | None = next(kept) if span <= KEPT_LENGTH else None
-            slope: Tensor | None = None
-            if p is None or self.scoring.softcap is not None:
-                products = tile.products()
-                slope = tile.slope(products)
-                p = tile.masked(products) if p is None else p
+            p, slope = tile.again(next(saved) if self.group.span <= KEPT_LENGTH else None)
             upper = tile.matrix(out_grad)
-            tile.keys(by_v).add_(torch.bmm(p.transpose(1, 2), upper))
             by_p = torch.bmm(upper, tile.v.transpose(1, 2))
             by_scores = torch._softmax_backward_data(by_p, p, -1, p.dtype)
             if slope is not None:
                 by_scores.mul_(slope)
-            by_tile = torch.bmm(by_scores, tile.k)
-            torch.mul(by_tile.view_as(tile.of(by_q)), self.scoring.scale, out=tile.of(by_q))
-            tile.keys(by_k).add_(torch.bmm(by_scores.transpose(1, 2), tile.scaled()))
-        for place, one in enumerate((by_k, by_v)):
-            halves: Tensor = torch.unflatten(by_rest, 1, (2, -1))
-            halves[:, place] = one.view(count, self.kv_heads, span, width)
-        return by_all
+            place = tile.of(by_q)
+            torch.mul(torch.bmm(by_scores, tile.k).view_as(place), self.scoring.scale, out=place)
+            for total, left, right in zip(sums, (by_scores, p), (tile.scaled(), upper), strict=True):
+                tile.reached_keys(total).add_(tile.by_sequence(torch.bmm(left.transpose(1, 2), right)))
+        by_k.copy_(sums[0])
+        by_v.copy_(sums[1])
+        return by_heads
 
 
 @dataclass(frozen=True)
@@ -181,53 +181,59 @@ class _Tile:
 
     @property
     def k(self) -> Tensor:
-        """``[n kv, keys, D]``."""
-        return self.keys(self.call.k)
+        """``[kv n, keys, D]``."""
+        return self.reached_keys(self.call.k).flatten(0, 1)
 
     @property
     def v(self) -> Tensor:
-        """``[n kv, keys, D]``."""
-        return self.keys(self.call.v)
+        """``[kv n, keys, D]``."""
+        return self.reached_keys(self.call.v).flatten(0, 1)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """The tile's keys of ``[B kv, T, D]``, a view."""
-        return x[: self.reached * self.call.kv_heads, self.first : self.stop]
+    def reached_keys(self, x: Tensor) -> Tensor:
+        """The tile's keys of ``[kv, B, T, D]``, a view."""
+        return x[:, : self.reached, self.first : self.stop]
+
+    def by_sequence(self, x: Tensor) -> Tensor:
+        """``[kv n, ...]`` as ``[kv, n, ...]``."""
+        return x.unflatten(0, (self.call.kv_heads, -1))
 
     def of(self, x: Tensor) -> Tensor:
-        """The tile's queries of ``[B, heads, T, D]`` as ``[n, kv, G, t, D]``, a view."""
-        groups: Tensor = torch.unflatten(x, 1, (self.call.kv_heads, -1))
-        return groups[: self.reached, :, :, self.start : self.stop]
+        """The tile's queries of ``[heads, B, T, D]`` as ``[kv, n, G, t, D]``, a view."""
+        part = x[:, : self.reached, self.start : self.stop]
+        return part.unflatten(0, (self.call.kv_heads, -1)).transpose(1, 2)
 
     def matrix(self, x: Tensor) -> Tensor:
-        """The tile's queries of ``[B, heads, T, D]``, those of a group in one matrix: ``[n kv, G t, D]``."""
+        """The tile's queries of ``[heads, B, T, D]``, those of a group in one matrix: ``[kv n, G t, D]``."""
         return self.of(x).reshape(self.reached * self.call.kv_heads, -1, x.shape[-1])
 
     def scaled(self) -> Tensor:
-        """The scaled queries, ``[n kv, G t, D]``."""
-        return self.matrix(self.call.q).mul(self.call.scoring.scale)
+        """The scaled queries, ``[kv n, G t, D]``."""
+        return self.matrix(self.call.q).mul_(self.call.scoring.scale)
 
     def products(self) -> Tensor:
-        """Scaled and capped products, before the mask, ``[n kv, G t, keys]``."""
+        """Scaled and capped products, before the mask, ``[kv n, G t, keys]``."""
         return capped(torch.bmm(self.scaled(), self.k.transpose(1, 2)), self.call.scoring.softcap)
 
-    def slope(self, products: Tensor) -> Tensor | None:
-        """The derivative of the soft-cap at `products`, which have gone through it; None without one."""
-        cap = self.call.scoring.softcap
-        return None if cap is None else 1 - (products / cap).square_()
-
     def probabilities(self) -> Tensor:
-        """Softmax of the tile's scores, ``[n kv, G t, keys]``."""
-        return self.masked(self.products())
+        """Softmax of the tile's scores, ``[kv n, G t, keys]``."""
+        return self._masked(self.products())
 
-    def masked(self, products: Tensor) -> Tensor:
+    def again(self, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The probabilities, which may have been kept, and the derivative of the soft-cap, None without one."""
+        cap = self.call.scoring.softcap
+        if kept is not None and cap is None:
+            return kept, None
+        products = self.products()
+        slope = None if cap is None else 1 - (products / cap).square_()
+        return (self._masked(products) if kept is None else kept), slope
+
+    def _masked(self, products: Tensor) -> Tensor:
         """Softmax of `products`, which are masked in place."""
         queries, keys = self.stop - self.start, self.stop - self.first
-        by_query = products.view(len(products), -1, queries, keys)
         window = self.call.scoring.window
-        late = torch.full((queries, queries), -torch.inf, dtype=products.dtype, device=products.device)
-        by_query[..., keys - queries :] += late.triu(1)
-        if window is not None and self.stop - self.first > window:
-            # query i of the tile sees back to key i + start - window + 1
-            early = torch.full((queries, keys), -torch.inf, dtype=products.dtype, device=products.device)
-            by_query += early.tril(self.start - window - self.first)
+        by_query = products.unflatten(1, (-1, queries))
+        if window is None or keys <= window:  # only the last keys are hidden, from some
+            by_query = by_query[..., keys - queries :]
+            keys, window = queries, queries
+        by_query += self.call.group.mask(queries, keys, window - 1, products)
         return torch.softmax(products, dim=-1)
