@@ -101,11 +101,13 @@ class Decoder:
         length: int,
         attention: Attention,
         around: Around | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """The last layer's output, ``[N, H]``, before the final norm.
 
         `tokens` and `positions` are int64 ``[N]``; `length` is above every position. `around` calls each
-        layer with its input where given.
+        layer with its input where given. `rows`, int64 ``[M]``, are the only ones wanted of the output: the
+        last layer does no more than it must for them.
         """
         tables = [rotary(positions, length) for rotary in self.rotaries]
         x = torch.nn.functional.embedding(tokens, self._embedding)  # [N, H]
@@ -113,10 +115,11 @@ class Decoder:
             x.mul_(self._embedding_scale)
         for number, layer in enumerate(self._layers):
             turn = tables[self._rotary_of[number]]
+            wanted = rows if number == len(self._layers) - 1 else None
             if around is None:
-                x = self._layer(number, layer, turn, attention, x)
+                x = self._layer(number, layer, turn, attention, wanted, x)
             else:
-                x = around(partial(self._layer, number, layer, turn, attention), x)
+                x = around(partial(self._layer, number, layer, turn, attention, wanted), x)
         return x
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -128,7 +131,13 @@ class Decoder:
         return capped(self._head(self.normed(hidden)), self.config.logit_softcap)
 
     def _layer(
-        self, number: int, layer: Layer, tables: tuple[Tensor, Tensor], attention: Attention, x: Tensor
+        self,
+        number: int,
+        layer: Layer,
+        tables: tuple[Tensor, Tensor],
+        attention: Attention,
+        rows: Tensor | None,
+        x: Tensor,
     ) -> Tensor:
         config, norms = self.config, layer.norms
         qkv = layer.qkv(rms_norm(x, norms.input_norm, config.rms_eps))
@@ -138,7 +147,10 @@ class Decoder:
             q, k = rms_norm(q, norms.q_norm, config.rms_eps), rms_norm(k, norms.k_norm, config.rms_eps)
             heads = torch.cat((q, k, v), dim=1)
         heads = rotate(heads, *tables, config.heads + config.kv_heads)
-        x = self._onto(x, layer.out, attention(number, heads), norms.attention_output_norm)
+        mixed = attention(number, heads)
+        if rows is not None:
+            x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
+        x = self._onto(x, layer.out, mixed, norms.attention_output_norm)
         inner = rms_norm(x, norms.post_norm, config.rms_eps)
         return self._onto(x, layer.feedforward, inner, norms.feedforward_output_norm)
 

@@ -70,7 +70,7 @@ class Group:
 
 
 def groups(lengths: Sequence[int]) -> list[Group]:
-    """Sequences that follow one another in a pass, by length: none is shorter than half of its group's longest."""
+    """Sequences that follow one another in a pass: none is shorter than half of its group's longest."""
     starts = [0, *itertools.accumulate(lengths)]
     found: list[list[int]] = []
     for one in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -137,7 +137,7 @@ class _Call:
         self.heads = heads
         self.scoring = scoring
         self.kv_heads = kv_heads
-        self.q, self.k, self.v = heads.split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
+        self.q, self.k, self.v = torch.split(heads, [len(heads) - 2 * kv_heads, kv_heads, kv_heads])
 
     def tiles(self) -> Iterator[_Tile]:
         span, window = self.group.span, self.scoring.window
@@ -148,9 +148,9 @@ class _Call:
             yield _Tile(self, start, stop, first, reached)
 
     def backward(self, out_grad: Tensor, saved: Iterator[Tensor]) -> Tensor:
-        """The gradient of `heads` from that of the output, ``[heads, B, T, D]``; `saved` has what forward kept."""
+        """The gradient of `heads` from that of the output, ``[heads, B, T, D]``; `saved` is the forward's."""
         by_heads = torch.empty_like(self.heads)
-        by_q, by_k, by_v = by_heads.split([len(self.q), self.kv_heads, self.kv_heads])
+        by_q, by_k, by_v = torch.split(by_heads, [len(self.q), self.kv_heads, self.kv_heads])
         # several tiles add to the same keys: in float32
         sums = torch.zeros((2, *self.k.shape), dtype=torch.float32, device=by_heads.device)
         for tile in self.tiles():
@@ -195,12 +195,12 @@ class _Tile:
 
     def by_sequence(self, x: Tensor) -> Tensor:
         """``[kv n, ...]`` as ``[kv, n, ...]``."""
-        return x.unflatten(0, (self.call.kv_heads, -1))
+        return torch.unflatten(x, 0, (self.call.kv_heads, -1))
 
     def of(self, x: Tensor) -> Tensor:
         """The tile's queries of ``[heads, B, T, D]`` as ``[kv, n, G, t, D]``, a view."""
         part = x[:, : self.reached, self.start : self.stop]
-        return part.unflatten(0, (self.call.kv_heads, -1)).transpose(1, 2)
+        return torch.unflatten(part, 0, (self.call.kv_heads, -1)).transpose(1, 2)
 
     def matrix(self, x: Tensor) -> Tensor:
         """The tile's queries of ``[heads, B, T, D]``, those of a group in one matrix: ``[kv n, G t, D]``."""
@@ -208,7 +208,9 @@ class _Tile:
 
     def scaled(self) -> Tensor:
         """The scaled queries, ``[kv n, G t, D]``."""
-        return self.matrix(self.call.q).mul_(self.call.scoring.scale)
+        part = self.of(self.call.q)
+        scaled = torch.mul(part, self.call.scoring.scale, out=part.new_empty(part.shape))
+        return scaled.view(self.reached * self.call.kv_heads, -1, part.shape[-1])
 
     def products(self) -> Tensor:
         """Scaled and capped products, before the mask, ``[kv n, G t, keys]``."""
@@ -219,7 +221,7 @@ class _Tile:
         return self._masked(self.products())
 
     def again(self, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The probabilities, which may have been kept, and the derivative of the soft-cap, None without one."""
+        """The probabilities, which may have been kept, and the soft-cap's derivative, None without one."""
         cap = self.call.scoring.softcap
         if kept is not None and cap is None:
             return kept, None
@@ -231,7 +233,7 @@ class _Tile:
         """Softmax of `products`, which are masked in place."""
         queries, keys = self.stop - self.start, self.stop - self.first
         window = self.call.scoring.window
-        by_query = products.unflatten(1, (-1, queries))
+        by_query: Tensor = torch.unflatten(products, 1, (-1, queries))
         if window is None or keys <= window:  # only the last keys are hidden, from some
             by_query = by_query[..., keys - queries :]
             keys, window = queries, queries

@@ -209,12 +209,19 @@ class TorchTrainer:
         config = self._decoder.config
         cpu = self._device.type == "cpu"
         attention = Tiled(lengths, config) if cpu else Causal(stream.lengths, config)
-        around = self._recomputed if self._recompute else None
-        hidden = self._decoder.hidden(stream.tokens, stream.positions, stream.longest, attention, around)
         # padded like the stream: any row will do, the loss leaves it out
         rows = torch.nn.functional.pad(places - 1, (0, whole(len(places)) - len(places)))
-        predicting = self._decoder.normed(hidden.index_select(0, rows))
-        return self._loss_of(predicting, stream.tokens[places])
+        hidden = self._decoder.hidden(
+            stream.tokens,
+            stream.positions,
+            stream.longest,
+            attention,
+            self._recomputed if self._recompute else None,
+            None if self._dropout.rate else rows,  # masks are made for whole sequences
+        )
+        if self._dropout.rate:
+            hidden = hidden.index_select(0, rows)
+        return self._loss_of(self._decoder.normed(hidden), stream.tokens[places])
 
     def _recomputed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return recomputed(run, x, self._anchor)
