@@ -182,6 +182,7 @@ def test_passes_of_two_models_give_the_costs_of_a_third():
     found = passes.costs(LARGE, SMALL)
     assert found.attention == pytest.approx(COSTS.attention, rel=0.05)
     assert found.causal == pytest.approx(COSTS.causal, rel=0.4)
+    assert found.element == pytest.approx(COSTS.element, rel=0.3)
     for rows in (1, 16, 64):
         work = Generation(rows, 64, 64, rows, 2048)
         again, given = (Speed(SHAPE, LIMITS, costs).generation(work).seconds for costs in (found, COSTS))

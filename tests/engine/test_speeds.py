@@ -97,11 +97,13 @@ def test_a_large_model_file_is_read_as_it_is(home):
     (folder / "model.safetensors").write_bytes(os.urandom(40 * MIB))
     sparse = home / "models" / "two"
     sparse.mkdir()
-    with (sparse / "model.safetensors").open("wb") as file:
+    with (sparse / "sparse.safetensors").open("wb") as file:
         file.truncate(100 * MIB)
     found = measure_drive(large=32 * MIB, seconds=0.2)
     assert found.gbs > 0 and found.source == "model.safetensors" and found.bytes >= 16 * MIB
-    assert {path.name for path in home.rglob("*")} == {"models", "one", "two", "model.safetensors"}
+    assert {path.name for path in home.rglob("*")} == {
+        *("models", "one", "two", "model.safetensors", "sparse.safetensors")
+    }
 
 
 def test_without_one_a_file_is_written_and_deleted(home):
