@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -193,7 +193,7 @@ def test_a_failed_commit_fails_its_group_and_no_other() -> None:
 
 
 @pytest.fixture
-def press() -> Any:
+def press() -> Iterator[Any]:
     """A function that presses Ctrl-C as soon as something is true; the main thread then raises."""
     assert threading.current_thread() is threading.main_thread()
 
@@ -206,7 +206,9 @@ def press() -> Any:
 
         return start(watch)
 
-    return when
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    yield when
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupted_leader_leaves_its_group_in_doubt_and_nobody_waiting(press: Any) -> None:

@@ -15,7 +15,6 @@ import sys
 import threading
 from pathlib import Path
 
-from spillover.engine.ring.layers import BLOCK
 from spillover.errors import ModelError
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -51,7 +50,7 @@ class Shard:
         """Fill `view` with the bytes from `start` on, and return how many were read.
 
         The file may end inside `view`, but not before `needed` bytes. `start`, the length and the address of
-        `view` are multiples of `BLOCK`; others are read through the page cache. `what` is for the message.
+        `view` are multiples of 4096; others are read through the page cache. `what` is for the message.
         """
         done = 0
         while done < needed:
@@ -61,12 +60,9 @@ class Shard:
                 raise ModelError(
                     f"{self.path} cannot be read for {what}: {error.strerror}", hint=_AGAIN
                 ) from None
-            before, done = done, done + count
-            if done < needed:
-                if self.direct:
-                    done -= done % BLOCK  # the next direct read begins at a multiple again
-                if done <= before:
-                    raise self._truncated(start + needed, what)
+            if not count:
+                raise self._truncated(start + needed, what)
+            done += count
         return done
 
     def check(self, what: str) -> None:
