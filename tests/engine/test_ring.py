@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from engine.stored import LAYERS, PAGE, SMALL, Stored, store
-from spillover.engine.ring import Layout, Ring, forward, forward_backward
+from spillover.engine.ring import Drive, Layout, Ring, forward, forward_backward
 from spillover.engine.ring.shards import Shard
 from spillover.errors import EngineError
 
@@ -238,6 +238,29 @@ def test_nothing_but_the_chosen_experts_is_read(mixtral):
             pass
         read = streamed.statistics().bytes_read - before
         assert read <= sum(mixtral.layers.experts[0][one].size for one in (1, 4))
+
+
+def test_experts_are_read_before_what_comes_later(mixtral, monkeypatch):
+    real, go, read = Shard.read, threading.Event(), []
+
+    def slow(shard, start, view, needed, what):
+        read.append(what)
+        assert not what.startswith("layer 1") or go.wait(20)
+        return real(shard, start, view, needed, what)
+
+    monkeypatch.setattr(Shard, "read", slow)
+    drive = Drive(threads=1, read_bytes=PAGE)
+    with Ring(mixtral.layers, Layout.of(mixtral.layers, drive), drive, forward(LAYERS)) as streamed:
+        layer, got = streamed.layer(), []
+        consumer = threading.Thread(target=lambda: got.extend(layer.experts([2])))
+        consumer.start()
+        while "layer 1" not in read or not streamed._readers._urgent:
+            time.sleep(0.001)
+        go.set()
+        consumer.join(20)
+        first, expert = read.index("layer 1"), mixtral.layers.experts[0][2].size // PAGE
+        assert read[first + 1 :][:expert] == ["layer 0, expert 2"] * expert
+        assert [number for number, _ in got] == [2]
 
 
 def test_experts_of_a_pinned_layer_are_read_once(mixtral):

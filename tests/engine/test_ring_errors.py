@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import threading
-import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -207,6 +208,18 @@ def test_memory_that_is_not_there_is_one_line():
         allocate(1 << 62)
 
 
+def test_buffers_are_of_huge_pages_and_not_inherited():
+    """What open(2) asks of memory that direct reads go to while a process may fork."""
+    buffer = allocate(8 << 20)
+    at, found = buffer.ctypes.data, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        elif line.startswith("VmFlags") and low <= at < high:
+            found = line.split()
+    assert at % (2 << 20) == 0 and {"dc", "hg"} <= {*found}
+
+
 # Ends
 
 
@@ -232,8 +245,8 @@ def test_close_waits_for_the_reads_under_way_and_begins_no_other(llama, monkeypa
         assert held.reading.acquire(timeout=10)
     closing = threading.Thread(target=streamed.close, name="closing")
     closing.start()
-    while not streamed._readers.closed:
-        time.sleep(0.001)
+    closing.join(0.2)
+    assert closing.is_alive() and streamed._readers.closed  # the files stay open as long as they are read
     held.go.set()
     closing.join(10)
     assert not closing.is_alive() and readers() == []
@@ -244,6 +257,19 @@ def test_close_waits_for_the_reads_under_way_and_begins_no_other(llama, monkeypa
         streamed.layer()
     with pytest.raises(EngineError, match="closed"):
         streamed.follow([1])
+
+
+def test_what_another_order_drops_is_not_read(llama, monkeypatch):
+    held = Held(monkeypatch)
+    with ring(llama, forward(LAYERS)) as streamed:
+        for _ in range(SMALL.threads):
+            assert held.reading.acquire(timeout=10)
+        streamed.follow([5])
+        held.go.set()
+        with streamed.layer() as layer:
+            assert layer.number == 5 and same(llama, 5, layer.tensors)
+        under_way = SMALL.threads * SMALL.read_bytes
+        assert streamed.statistics().bytes_read <= under_way + llama.layers.layers[5].size
 
 
 def test_closing_wakes_a_consumer_that_waits(llama, monkeypatch):

@@ -15,6 +15,7 @@ from spillover.engine.speeds import Machine, Memory, Rates, Speeds, keep, machin
 from spillover.engine.torch.bound import code_of
 from spillover.engine.torch.native.library import library
 from spillover.jobs import pace
+from spillover.jobs.run import Extent
 
 SECONDS = r"about [\d.]+ (s|min|h)"
 
@@ -81,3 +82,11 @@ def test_an_estimate_without_measured_costs_is_marked(folder: Path, tiny: Path) 
     keep(f"{processor()}, {threads} threads, memory", Memory(30.0))
     _, events = run_job(folder, tiny, numerics="float32")
     assert re.search(r"bound by .*, roughly .*spill doctor --measure makes that exact", started(events))
+
+
+def test_rows_are_summed_up_for_the_estimate() -> None:
+    extent = Extent()
+    for prompt, answer in (([1, 2, 3, 4], 5), ([1, 2, 3], 9), ([1, 2, 7, 8, 9], 1)):
+        extent.add(prompt, answer)
+    assert (extent.rows, extent.prompts, extent.answers, extent.longest) == (3, 12, 15, 12)
+    assert extent.shared == [1, 2]

@@ -42,6 +42,7 @@ def missed(measure, tables):
         ("0", "0 of 83,558,400", "1 of 83,558,400"),
         ("0", "0", "1e-12"),
         ("1e-4", "1.0e-04", "1.1e-04"),
+        ("1e-4", "0", "not measured"),
         ("none claimed", "76%", "not measured"),
     ],
 )

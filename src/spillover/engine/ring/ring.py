@@ -248,13 +248,9 @@ class Ring:
 
     def _release(self, slot: _Slot) -> None:
         slot.users -= 1
-        if slot.users:
-            return
-        for slots in (self._slots, self._expert_slots):
-            if slot in slots:
-                slots.append(slots.pop(slots.index(slot)))  # what was used last is overwritten last
-                if slot.job is not None and not slot.job.ended:
-                    slot.job.cancelled = True
+        job = slot.job
+        if job is not None and not slot.users and not job.ended:
+            job.cancelled = job.part.layer not in self.layout.pinned  # nobody waits for it
 
     def _complete(self, slot: _Slot) -> bool:
         """Whether its content is there; raises why it will not be."""
