@@ -116,18 +116,16 @@ class Bench:
     ) -> tuple[float, float, Side]:
         """Our rate, that of the fastest of `others`, and which that is; all are printed.
 
-        Those whose first run was much slower than another's take no part in the rounds.
+        Whoever was far behind in two runs takes no part in the others.
         """
         _, *first = self.open(prompts, self.ours, *others)
-        near = [side for side, rate in zip(others, first, strict=True) if rate > 0.75 * max(first)]
+        second = [side.rate() for side in others]
+        rates = {side.numerics: max(pair) for side, *pair in zip(others, first, second, strict=True)}
+        near = [side for side in others if rates[side.numerics] > 0.75 * max(rates.values())]
         mine, *theirs = self.medians([self.ours, *near], [{}] * (1 + len(near)), rounds)
-        rates = dict(zip((side.numerics for side in others), first, strict=True))
-        rates |= dict(zip((side.numerics for side in near), theirs, strict=True))
-        print(
-            f"  {name}, tokens/s:",
-            ", ".join(f"{kind} {rate:.1f}" for kind, rate in rates.items()),
-            flush=True,
-        )
+        rates |= {side.numerics: rate for side, rate in zip(near, theirs, strict=True)}
+        listed = ", ".join(f"{numerics} {rate:.1f}" for numerics, rate in rates.items())
+        print(f"  {name}, tokens/s: {listed}", flush=True)
         best = max(theirs)
         return mine, best, near[theirs.index(best)]
 
