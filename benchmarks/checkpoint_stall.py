@@ -34,7 +34,7 @@ import boto3
 import msgspec
 import torch
 from report import Report, arguments
-from tune_step import BATCH, LENGTH, micro_batch
+from tune_side import BATCH, LENGTH, micro_batch
 
 from spillover.engine import MicroBatch, Optimizer, TrainState, Work, engine
 from spillover.jobs.checkpoint import KIND, TuneRecord, write_checkpoint

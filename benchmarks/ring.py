@@ -4,8 +4,8 @@
 
 The plain reader is a few threads that read whole files with O_DIRECT and throw the bytes away: what the drive
 gives. Both read with as many threads and as large reads, alternately, in one run. The ring's consumer does
-nothing, or multiplies matrices for half the time that its layer takes to read. The model is random, written
-for this and deleted, or given. ``--measure`` measures the drive first, and keeps that.
+nothing, or multiplies matrices for half the time that its layer, or each of its experts, takes to read. The
+model is random, written for this and deleted, or given. ``--measure`` measures the drive first, and keeps it.
 """
 
 from __future__ import annotations
@@ -82,14 +82,19 @@ class Streaming:
         before = self.ring.statistics()
         self.ring.follow(islice(forward(self.config.layers), self.config.layers))
         for number in range(self.config.layers):
+            experts = range(len(self.layers.experts[number]))
             with self.ring.layer() as layer:
-                for _ in layer.experts(range(len(self.layers.experts[number]))):
-                    pass
-                end = time.perf_counter() + compute
-                while time.perf_counter() < end:
-                    self._matrix @ self._matrix
+                for _ in layer.experts(experts):
+                    self._compute(compute / len(experts))
+                if not experts:
+                    self._compute(compute)
         assert self.ring.direct
         return (self.ring.statistics() - before).rate
+
+    def _compute(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._matrix @ self._matrix
 
 
 def compare(model: Path, drive: Drive, report: Report, rounds: int) -> None:

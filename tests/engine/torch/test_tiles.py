@@ -14,6 +14,12 @@ from spillover.engine.torch.tiles import groups, tiled
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 
 
+@pytest.fixture(autouse=True)
+def one_thread(two_threads):
+    """What is this small is slower on two."""
+    torch.set_num_threads(1)
+
+
 def reference(heads, lengths, scoring):
     """Sequence by sequence and head by head."""
     rows, start = [], 0

@@ -18,6 +18,12 @@ from spillover.models import LoraConfig, initial
 SMALL = LoraConfig(rank=4, alpha=8.0)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(two_threads):
+    """What is this small is slower on two."""
+    torch.set_num_threads(1)
+
+
 def planned(model, **more):
     work = {
         "kind": "train",

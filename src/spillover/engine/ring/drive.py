@@ -24,7 +24,8 @@ from spillover.errors import ModelError
 from spillover.models.folders import home, write_atomic
 
 _MIB = 1 << 20
-_CANDIDATES = ((4, 16 * _MIB), (2, 16 * _MIB), (8, 16 * _MIB), (4, 32 * _MIB), (8, 32 * _MIB), (4, 64 * _MIB))
+# not fewer threads: where one waits while the consumer has the interpreter, the drive needs others
+_CANDIDATES = ((4, 8 * _MIB), (4, 16 * _MIB), (8, 16 * _MIB), (4, 32 * _MIB), (8, 32 * _MIB), (4, 64 * _MIB))
 _ROUNDS, _SLICE = 3, 0.5  # turns of each candidate, and the seconds of one
 _SUSTAINED = 10.0
 _CLOSE = 0.97  # this share of the best rate is as good, when less is in flight
