@@ -1,8 +1,8 @@
 """Estimated against measured seconds on the demo model: answers of 64 + 64 tokens, LoRA steps of 4 x 128.
 
 Measures the machine first, as ``spill doctor --measure`` does. "ours" is the estimate, "peer" what the work
-took, from loading the weights to the last token or step, the shortest of three runs as in the measurement; the
-ratio is to stay between 0.8 and 1.25.
+took, from loading the weights to the last token or step, the shortest of three runs as in the measurement;
+the ratio is to stay between 0.8 and 1.25.
 
     python benchmarks/estimates.py [--quick] [--json FILE]
 """
