@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -226,16 +227,25 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     assert build._folder() == build._folder() != blocked
 
 
-def test_a_forked_process_computes_and_ends(llama):
+@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["awake", "asleep"])
+def test_a_forked_process_computes_and_ends(llama, pause):
+    """Whatever the threads that it has no copy of were doing."""
+    before = torch.get_num_threads()
     torch.set_num_threads(3)
     opened = session(llama[0])
     opened.admit([prompt(40, 1)])
     expected = opened.decode([5]).numpy(0).copy()
     opened.release(0)
+    torch.set_num_threads(1)  # OpenMP's own threads do not outlive a fork either
+    time.sleep(pause)
     child = os.fork()
     if child == 0:
-        opened.admit([prompt(40, 1)])
-        same = np.array_equal(opened.decode([5]).numpy(0), expected)
-        opened._decoder.__del__()
-        os._exit(0 if same else 1)
+        same = False
+        try:
+            opened.admit([prompt(40, 1)])
+            same = np.array_equal(opened.decode([5]).numpy(0), expected)
+            opened._decoder.__del__()
+        finally:
+            os._exit(0 if same else 1)
+    torch.set_num_threads(before)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

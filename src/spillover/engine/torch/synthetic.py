@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from spillover.models import Model, ModelConfig, parse
 from spillover.models.index import expected
 
-# its weights are several times what caches hold, and its layers of a usual shape
+# its weights do not fit into caches near the cores, and its layers are of a usual shape
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 8192,
          "num_attention_heads": 16, "num_key_value_heads": 4}  # fmt: skip
 # its products take next to no time: what is left is what every layer takes

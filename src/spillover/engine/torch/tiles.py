@@ -34,7 +34,7 @@ class Group:
         # few different numbers of positions, because oneDNN keeps a kernel for each shape
         grain = 16 if lengths[0] <= _TILE else 32
         self.span = -(-lengths[0] // grain) * grain
-        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def spread(self, packed: Tensor) -> Tensor:
         """``[N, heads, D]`` as ``[heads, B, T, D]``, zero after a sequence's end."""
@@ -52,12 +52,13 @@ class Group:
 
         Query i sees key ``keys - queries + i`` and `behind` keys before it.
         """
-        known = self._masks.get((queries, keys, like.dtype))
+        form = (queries, keys, behind, like.dtype)
+        known = self._masks.get(form)
         if known is None:
             hidden = torch.full((queries, keys), -torch.inf, dtype=like.dtype, device=like.device)
             last = keys - queries
             known = hidden.triu(last + 1) + hidden.tril(last - behind - 1)
-            self._masks[queries, keys, like.dtype] = known
+            self._masks[form] = known
         return known
 
     def _slices(self, packed: Tensor) -> list[Tensor]:

@@ -94,7 +94,9 @@ extern "C" {
 int32_t spill_version() { return 1; }
 
 void* spill_workspace(int32_t threads) { return new Workspace(threads); }
-void spill_workspace_free(void* memory) { delete (Workspace*)memory; }
+void spill_workspace_free(void* memory) {
+  if (!((Workspace*)memory)->team.orphaned()) delete (Workspace*)memory;
+}
 int64_t spill_workspace_bytes(const void* memory) { return (int64_t)((const Workspace*)memory)->bytes(); }
 
 // `to` has panels_of(n) * 32 * k (rounded up to a step) elements; n counts whole panels where parts lie apart.

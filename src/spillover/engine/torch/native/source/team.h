@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include <unistd.h>
+#include <pthread.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -28,6 +28,10 @@ inline void relax() {
 #endif
 }
 
+// How many forks lie between the process that loaded the library and this one.
+inline std::atomic<int> forks{0};
+inline const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks++; });
+
 class Team {
  public:
   explicit Team(int threads) {
@@ -37,10 +41,12 @@ class Team {
   ~Team() {
     stop_ = true;
     publish();
-    const bool here = getpid() == process_;
-    for (auto& helper : helpers_)
-      if (here) helper.join(); else helper.detach();  // a forked process has none of the threads
+    for (auto& helper : helpers_) helper.join();
   }
+
+  // A forked process has none of the threads. It works alone and must not destroy the team: the helpers that
+  // its copy of the condition variable counts as waiting will never leave.
+  bool orphaned() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
   int threads() const { return int(helpers_.size()) + 1; }
 
@@ -48,7 +54,7 @@ class Team {
   template <class F>
   void each(int64_t count, const F& f) {
     const int64_t chunk = std::max<int64_t>(1, count / (8 * threads()));
-    if (count <= chunk || helpers_.empty()) {
+    if (count <= chunk || helpers_.empty() || orphaned()) {
       for (int64_t i = 0; i < count; i++) f(i);
       return;
     }
@@ -125,7 +131,7 @@ class Team {
     return ticket_.load() >> 32;
   }
 
-  const pid_t process_ = getpid();
+  const int forks_ = forks.load();
   std::vector<std::thread> helpers_;
   std::atomic<uint64_t> ticket_{0};
   std::atomic<Call> call_{nullptr};
