@@ -81,7 +81,6 @@ def test_doctor_measures_and_says_when_that_cannot_be_kept(home, monkeypatch):
     }.items():
         monkeypatch.setattr(measuring, name, value)
     monkeypatch.setattr(measuring, "_MEMORY_BYTES", 1 << 24)
-    monkeypatch.setattr(measuring, "_CACHES", 1 << 24)
     monkeypatch.setattr(
         measuring, "measure_drive", partial(measuring.measure_drive, large=1 << 25, seconds=0.1)
     )

@@ -31,7 +31,6 @@ def quick(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "_measure", lambda dtype: Speeds(100.0 * dtype.itemsize, packed=True))
     torch.set_num_threads(1)
     monkeypatch.setattr(measuring, "_MEMORY_BYTES", 1 << 24)
-    monkeypatch.setattr(measuring, "_CACHES", 1 << 24)
     monkeypatch.setattr(device, "_QUICK_BYTES", 1 << 24)
     small = functools.partial(measuring.measure_drive, large=1 << 25, seconds=0.1)
     monkeypatch.setattr(measuring, "measure_drive", small)
