@@ -99,7 +99,7 @@ def slow(bench: Bench, report: Report) -> None:
     settings = {"LD_PRELOAD": str(shim), "SLOW_SYNC_MS": str(SLOW_MS)}
     with contextlib.ExitStack() as stack:
         sides = {side: stack.enter_context(bench.process(side, "slow", settings)) for side in SIDES}
-        calls = {"ours": 480, "peer": 40, "raw": 80}  # of ours, eight share a commit: enough rounds of each
+        calls = {"ours": 1600, "peer": 40, "raw": 200}  # of ours, eight share a commit: as many rounds as raw
         rounds = [
             {side: sides[side].ask("complete_one", calls=calls[side], clients=8) for side in SIDES}
             for _ in range(bench.rounds)

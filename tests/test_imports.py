@@ -15,6 +15,7 @@ MODULES = sorted((SRC / "spillover").rglob("*.py"))
 
 BELOW = {
     "errors": set(),
+    "sizes": {"errors"},
     "examples": {"errors", "store", "state", "pool", "queue"},
     "store": {"errors"},
     "state": {"errors", "store"},
@@ -22,8 +23,8 @@ BELOW = {
     "queue": {"errors", "store", "state", "pool"},
     "models": {"errors", "store"},
     "engine": {"errors", "store", "models"},
-    "jobs": {"errors", "store", "state", "models", "engine"},
-    "cli": {"errors", "store", "state", "pool", "queue", "models", "engine", "jobs"},
+    "jobs": {"errors", "sizes", "store", "state", "models", "engine"},
+    "cli": {"errors", "sizes", "store", "state", "pool", "queue", "models", "engine", "jobs"},
 }
 """What each part may import beside itself. A new part needs a line here."""
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from spillover import __version__
 from spillover.cli.app import app
 from spillover.engine.estimate import Costs
-from spillover.engine.speeds import Drive, Machine, Memory, Rates, keep, machine_key, processor
+from spillover.engine.ring import Drive
+from spillover.engine.speeds import Machine, Memory, Rates, keep, machine_key, processor
 from spillover.engine.torch import measure as measuring
 
 
@@ -36,7 +37,7 @@ def figures(version=None, **changed):
         "time": time.time() - 7_300,
         "seconds": 22.0,
         "memory": Memory(31.5),
-        "drive": Drive(1.25, True, 10**9, "1.1 GB written for it"),
+        "drive": Drive(rate=1.25e9, direct=True, source="1.1 GB written for it"),
         "without_drive": "",
         "rates": {"bf16": Rates(445.2, 480.0, 30.0, "torch", costs, costs)},
     }
@@ -56,6 +57,9 @@ def test_doctor_shows_what_was_measured_and_when(home):
     )
     assert lines[1].startswith("bf16      products 445 GFLOP/s, passes 480 GFLOP/s, ")
     assert lines[2].startswith("measured  2 hours ago in 22 s with 2 threads; ")
+    cached = Drive(rate=8e8, source="model.safetensors")
+    keep(machine_key(2, "2.13.0"), figures(drive=cached))
+    assert doctor().stdout.splitlines()[-3].endswith("0.80 GB/s through the page cache (model.safetensors)")
     keep(machine_key(2, "2.13.0"), figures("0.0.1", drive=None, without_drive="no room"))
     lines = doctor().stdout.splitlines()[-3:]
     assert lines[0].endswith("drive not measured: no room")
@@ -81,9 +85,8 @@ def test_doctor_measures_and_says_when_that_cannot_be_kept(home, monkeypatch):
     }.items():
         monkeypatch.setattr(measuring, name, value)
     monkeypatch.setattr(measuring, "_MEMORY_BYTES", 1 << 24)
-    monkeypatch.setattr(
-        measuring, "measure_drive", partial(measuring.measure_drive, large=1 << 25, seconds=0.1)
-    )
+    monkeypatch.setattr(measuring, "sample", partial(measuring.sample, large=1 << 25))
+    monkeypatch.setattr(measuring, "_DRIVE_SECONDS", 0.1)
     first = doctor("--measure")
     assert first.exit_code == 0 and first.stderr == ""
     assert re.search(r"^measured  just now in \d+ s with \d+ threads;", first.stdout, re.M)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from cli.command import Outcome, Shell, eventually, tree
-from spillover.cli.pool import parse_size
 from spillover.cli.pool_lines import shown_size
 from spillover.errors import InputError, StoreFull
 from spillover.pool import Link, Pool, Record, Ref
+from spillover.sizes import parse_size
 
 HEAVY = ("numpy", "torch", "transformers", "safetensors", "rich", "sqlite3")
 HELP = f"""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,14 @@ import pytest
 
 from engine.stored import LAYERS, SMALL, store
 from spillover.engine.ring import Drive, Layout, Statistics, known_drive, measure_drive
+from spillover.engine.ring import sample as sampling
 from spillover.engine.ring.drive import identity
 from spillover.engine.ring.layout import spread
+from spillover.engine.ring.sample import CannotMeasure, sample
 from spillover.errors import EngineError, ModelError
-from spillover.models import home
+from spillover.models import home, models_home
+
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def test_a_drive_is_measured_once_and_kept(llama):
     assert drive.rate > 1e6 and drive.threads * drive.read_bytes <= 256 << 20
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1.0
     assert known_drive(llama.folder) == known_drive(llama.files[0]) == drive
-    assert time.time() - drive.measured < 60
+    assert time.time() - drive.measured < 60 and drive.direct
 
 
 def test_each_drive_has_its_own_numbers(llama, tmp_path):
@@ -46,6 +52,26 @@ def test_each_drive_has_its_own_numbers(llama, tmp_path):
     other = store(Path(tmp_path / "other"), layers=1)
     assert known_drive(Path("/dev/shm")) == Drive()
     assert identity(other.folder) == there  # by the drive, not by the model
+
+
+def test_a_folder_that_is_not_there_yet_is_on_the_drive_above_it(llama):
+    assert known_drive(models_home()) == Drive()
+    drive = measure_drive(llama.files, seconds=0.1, source="three files")
+    assert not models_home().exists() and known_drive(models_home()) == drive
+    assert drive.source == "three files"
+
+
+def test_where_the_page_cache_cannot_be_passed_by_that_is_said(llama, monkeypatch):
+    opened = os.open
+
+    def refuse(path, flags, *more, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", str(path))
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    drive = measure_drive(llama.files, seconds=0.1)
+    assert drive.rate > 0 and not drive.direct
 
 
 def test_old_numbers_and_damaged_files_are_forgotten(llama):
@@ -80,6 +106,76 @@ def test_a_file_that_ends_while_it_is_measured_is_one_line(tmp_path):
     assert known_drive(stored.folder) == Drive()
 
 
+# What is read
+
+
+def test_a_large_model_file_is_read_as_it_is():
+    one, two = (models_home() / name for name in ("one", "two"))
+    one.mkdir(parents=True)
+    (one / "model.safetensors").write_bytes(os.urandom(40 * MIB))
+    two.mkdir()
+    with (two / "sparse.safetensors").open("wb") as file:
+        file.truncate(100 * MIB)
+    before = {*home().rglob("*")}
+    with sample(large=32 * MIB) as (file, source):
+        assert (file, source) == (one / "model.safetensors", "model.safetensors")
+        assert {*home().rglob("*")} == before
+    with sample(large=64 * MIB) as (_, source):
+        assert source == "0.1 GB written for it"
+    assert {*home().rglob("*")} == before
+
+
+def test_a_file_on_another_drive_is_not_read():
+    (models_home() / "one").mkdir(parents=True)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:
+        other.write(os.urandom(2 * MIB))
+        other.flush()
+        (models_home() / "one" / "model.safetensors").symlink_to(other.name)
+        with sample(large=MIB) as (file, _):
+            assert file.parent == models_home()
+
+
+def test_without_one_a_file_is_written_and_deleted():
+    home().mkdir()
+    with sample(large=32 * MIB) as (file, source):
+        assert file.stat().st_size == 32 * MIB <= file.stat().st_blocks * 512
+        assert source == "0.0 GB written for it"
+        assert measure_drive([file], seconds=0.1) == known_drive(models_home())
+    assert [path.name for path in home().iterdir()] == ["drives.json"]
+
+
+def test_a_slow_drive_gets_a_small_file():
+    with sample(seconds=0.0) as (file, _):
+        assert file.stat().st_size == 16 * MIB
+        assert measure_drive([file], seconds=0.1).rate > 0
+
+
+def test_a_drive_that_is_full_or_refuses_is_not_measured(monkeypatch):
+    home().mkdir()
+    with pytest.raises(CannotMeasure, match=r"has no room for a file of \d+"), sample(large=1 << 60):
+        pass
+
+    def refuse(**named):
+        raise PermissionError(13, "Permission denied", named["dir"])
+
+    monkeypatch.setattr(sampling.tempfile, "NamedTemporaryFile", refuse)
+    with pytest.raises(CannotMeasure, match=f"{home()}: Permission denied"), sample(large=32 * MIB):
+        pass
+
+
+def test_a_drive_that_fails_is_not_measured(monkeypatch):
+    home().mkdir()
+    monkeypatch.setattr(
+        sampling.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
+    with pytest.raises(CannotMeasure, match="Input/output error"), sample(large=32 * MIB):
+        pass
+    assert not [*home().iterdir()]
+
+
+# Memory and time
+
+
 def test_the_statistics_of_a_stretch_are_a_difference():
     early, late = Statistics(1.0, 100, 0.5, 0.25), Statistics(3.0, 500, 2.0, 1.0)
     assert late - early == Statistics(2.0, 400, 1.5, 0.75)
@@ -87,9 +183,6 @@ def test_the_statistics_of_a_stretch_are_a_difference():
     assert (late - early).share(Drive(rate=250.0)) == 0.8
     assert (late - early).share(Drive()) is None
     assert (late - late).rate == 0.0
-
-
-# Memory
 
 
 def test_a_budget_holds_as_many_layers_as_fit(llama):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
+import msgspec
 import pytest
 
-from spillover.engine import drive
-from spillover.engine.drive import CannotMeasure, measure_drive
 from spillover.engine.estimate import Costs
+from spillover.engine.ring import Drive
 from spillover.engine.speeds import (
-    Drive,
     Machine,
     Memory,
     Rates,
@@ -23,8 +20,6 @@ from spillover.engine.speeds import (
     processor,
     recall,
 )
-
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +39,7 @@ def machine(time=1.0, **changed):
         "time": time,
         "seconds": 20.0,
         "memory": Memory(30.0),
-        "drive": Drive(1.5, True, 10**9, "a file"),
+        "drive": Drive(rate=1.5e9, direct=True, source="a file"),
         "without_drive": "",
         "rates": {"float32": rates},
     }
@@ -65,10 +60,13 @@ def test_what_is_kept_is_found_again():
 def test_entries_of_another_version_are_kept_and_not_believed(home):
     home.mkdir()
     old = {f"{processor()}, 2 threads, torch 2.13.0, torch.bfloat16": {"gflops": 422.6, "packed": True}}
+    drive = {"gbs": 1.5, "direct": True, "bytes": 10**9, "source": "a file"}
+    earlier = json.loads(msgspec.json.encode(machine())) | {"drive": drive}
     new = {machine_key(2, "2.13.0"): {"processor": "x", "flux": [1]}, "later": [1, 2, "three"]}
+    new[machine_key(3, "2.13.0")] = earlier
     (home / "speeds.json").write_text(json.dumps(old | new))
     assert recall(next(iter(old)), Speeds) == Speeds(422.6, True)
-    assert recall(machine_key(2, "2.13.0"), Machine) is None
+    assert recall(machine_key(2, "2.13.0"), Machine) is recall(machine_key(3, "2.13.0"), Machine) is None
     assert recall("later", Speeds) is None
     assert machines() == []
     assert keep("a key", Memory(1.0))
@@ -89,60 +87,3 @@ def test_a_home_that_cannot_be_written_is_no_error(home):
     assert not keep("a key", Memory(1.0))
     assert recall("a key", Memory) is None
     assert home.is_file()
-
-
-def test_a_large_model_file_is_read_as_it_is(home):
-    folder = home / "models" / "one"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(os.urandom(40 * MIB))
-    sparse = home / "models" / "two"
-    sparse.mkdir()
-    with (sparse / "sparse.safetensors").open("wb") as file:
-        file.truncate(100 * MIB)
-    found = measure_drive(large=32 * MIB, seconds=0.2)
-    assert found.gbs > 0 and found.source == "model.safetensors" and found.bytes >= 16 * MIB
-    assert {path.name for path in home.rglob("*")} == {
-        *("models", "one", "two", "model.safetensors", "sparse.safetensors")
-    }
-
-
-def test_without_one_a_file_is_written_and_deleted(home):
-    home.mkdir()
-    found = measure_drive(large=32 * MIB, seconds=0.2)
-    assert found.gbs > 0 and "written for it" in found.source
-    assert [*home.iterdir()] == []
-
-
-def test_where_the_page_cache_cannot_be_avoided_the_file_is_read_once(home, monkeypatch):
-    home.mkdir()
-    opened = os.open
-
-    def refuse(path, flags, *more, **named):
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument", str(path))
-        return opened(path, flags, *more, **named)
-
-    monkeypatch.setattr(drive.os, "open", refuse)
-    found = measure_drive(large=64 * MIB, seconds=5.0)
-    assert (found.direct, found.bytes) == (False, 64 * MIB)
-
-
-def test_a_drive_that_is_full_or_refuses_is_not_measured(home, monkeypatch):
-    home.mkdir()
-    with pytest.raises(CannotMeasure, match=r"has no room for a file of \d+"):
-        measure_drive(large=1 << 60)
-
-    def refuse(**named):
-        raise PermissionError(13, "Permission denied", named["dir"])
-
-    monkeypatch.setattr(drive.tempfile, "NamedTemporaryFile", refuse)
-    with pytest.raises(CannotMeasure, match=f"{home}: Permission denied"):
-        measure_drive(large=32 * MIB)
-
-
-def test_a_drive_that_fails_is_not_measured(home, monkeypatch):
-    home.mkdir()
-    monkeypatch.setattr(drive.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(CannotMeasure, match="Input/output error"):
-        measure_drive(large=32 * MIB)
-    assert not [*Path(home).iterdir()]

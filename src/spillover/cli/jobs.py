@@ -26,7 +26,7 @@ __all__ = ["resume", "run", "tune"]
 T = TypeVar("T")
 ARGUMENTS = ("model", "data")
 NOT_RECORDED = ("config", "emit_config", "ctx")
-NOT_RESUMED = ("takeover", "from_previous", "stop_after")
+NOT_RESUMED = ("takeover", "from_previous", "stop_after", "dry_run")
 """What a command line asks of one process, not of the work."""
 
 
@@ -57,6 +57,16 @@ State = Annotated[
 Weights = Annotated[str | None, typer.Option(help="Stage the model from here once.", metavar="URI")]
 EngineName = Annotated[str, typer.Option(help="What computes: torch.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; chosen when not given.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Memory that may be used, such as 2GB; most of it when not given.")
+]
+PlacementName = Annotated[
+    str | None,
+    typer.Option(help="resident, or streamed from the drive in every pass; by memory when not given."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done, how, and how long it takes.")
+]
 NumericsName = Annotated[str | None, typer.Option(help="float32 or bf16; measured when not given.")]
 Headless = Annotated[bool | None, typer.Option(help="JSON lines on stdout; automatic without a terminal.")]
 Config = Annotated[
@@ -99,6 +109,9 @@ def run(
     engine: EngineName = "torch",
     device: Device = None,
     numerics: NumericsName = None,
+    memory: Memory = None,
+    placement: PlacementName = None,
+    dry_run: DryRun = False,
     headless: Headless = None,
     config: Config = None,
     emit_config: EmitConfig = None,
@@ -148,6 +161,9 @@ def tune(
     engine: EngineName = "torch",
     device: Device = None,
     numerics: NumericsName = None,
+    memory: Memory = None,
+    placement: PlacementName = None,
+    dry_run: DryRun = False,
     headless: Headless = None,
     config: Config = None,
     emit_config: EmitConfig = None,

@@ -113,7 +113,7 @@ def _drive(machine: Machine) -> str:
     if drive is None:
         return f"drive not measured: {machine.without_drive}"
     how = "past the page cache" if drive.direct else "through the page cache"
-    return f"drive {drive.gbs:.2f} GB/s {how} ({drive.source})"
+    return f"drive {drive.rate / 1e9:.2f} GB/s {how} ({drive.source})"
 
 
 def _age(seconds: float) -> str:

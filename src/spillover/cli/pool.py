@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +13,12 @@ from spillover.cli import pool_lines as lines
 from spillover.cli.answers import answer
 from spillover.cli.progress import counting, progress, steps
 from spillover.errors import InputError, LockContended
+from spillover.sizes import parse_size
 
 if TYPE_CHECKING:
     from spillover.pool import Owners, Pool
 
-__all__ = ["app", "parse_size"]
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE)
+__all__ = ["app"]
 
 Folder = Annotated[str, typer.Argument(metavar="POOL", help="The pool's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
@@ -159,7 +157,7 @@ def limit(
     json: Json = False,
 ) -> None:
     """Set how many bytes the packs of a pool may take. Writers notice at once; nothing is deleted."""
-    wanted = None if size.lower() == "none" else parse_size(size)
+    wanted = None if size.lower() == "none" else parse_size(size, "20GB, 512MiB, 1000000 or none")
     with _opened(pool) as opened:
         opened.folder.limit(wanted)
         used = opened.folder.used()
@@ -191,19 +189,6 @@ def qualify(
     if out is not None:
         trial.write_declaration(found.declaration(durability_description=durability), out)
     return 0
-
-
-def parse_size(text: str) -> int:
-    """``20GB`` and the like in bytes; k, M, G and T are powers of 1000, with an i of 1024.
-
-    Raises:
-        InputError: not a size.
-    """
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise InputError(f"{text!r} is no size", hint="20GB, 512MiB, 1000000 or none")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index((match[2] or " ").lower()))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ Seconds, bytes, FLOP and FLOP/s throughout; a multiplication and its addition ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -176,6 +176,10 @@ class Speed:
     costs: Costs | None = None
     block: int = 0
     streamed: int = 0
+
+    def streaming(self, size: int, rate: float) -> Speed:
+        """The same with `size` bytes a pass from a drive that reads `rate` bytes a second (0: not known)."""
+        return replace(self, streamed=size, limits=replace(self.limits, drive=rate or None))
 
     def generation(self, work: Generation) -> Estimate:
         """Estimate continuous batching of rows that are all alike."""

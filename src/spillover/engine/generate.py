@@ -77,6 +77,7 @@ class Scheduler:
         self._stream = stream
         self._should_stop = should_stop
         self._rows: list[_Row] = []  # index = the session's row number
+        self._newcomers: list[_Row] = []  # of the pass under way
         self._held: _Row | None = None  # pulled, but too long for the prefill pass that was being filled
         self._finished: deque[_Row] = deque()
 
@@ -87,11 +88,9 @@ class Scheduler:
         """
         source = iter(requests)
         while not self._should_stop():
-            newcomers = self._pull(source)
-            if newcomers:
-                self._admit(newcomers)
-            elif self._rows:
-                self._decode()
+            self._newcomers = self._pull(source)
+            if self._newcomers or self._rows:
+                self._pass(self._newcomers)
             elif not self._finished:
                 return
             while self._finished:
@@ -103,7 +102,8 @@ class Scheduler:
         Put them into ``Request.generated`` and the row continues as if it had never stopped.
         """
         held = [self._held] if self._held else []
-        return {row.request.id: list(row.tokens) for row in (*self._finished, *self._rows, *held)}
+        rows = (*self._finished, *self._rows, *self._newcomers, *held)
+        return {row.request.id: list(row.tokens) for row in rows}
 
     def _pull(self, source: Iterator[Request]) -> list[_Row]:
         """Rows for one prefill pass: as many as the session has room for, within the tokens of a pass."""
@@ -157,22 +157,28 @@ class Scheduler:
                 hint="shorten the row or lower max_tokens",
             )
 
-    def _admit(self, newcomers: list[_Row]) -> None:
+    def _pass(self, newcomers: list[_Row]) -> None:
+        """Every row says its next token, newcomers their first; a session may need a pass of its own for
+        these."""
+        present = self._rows if self._session.joins or not newcomers else []
         prompts = [(*row.request.tokens, *row.tokens) for row in newcomers]
+        adapters = [row.request.adapter for row in newcomers]
         found = self._session.shared
-        logits = self._session.admit(prompts, [row.request.adapter for row in newcomers])
-        tokens = sum(len(prompt) for prompt in prompts)
-        self.prefilled += tokens
-        seen = sum(len(prompt) ** 2 for prompt in prompts) // 2
-        self._count(tokens - (self._session.shared - found), len(newcomers), seen)
+        if present:
+            last = [row.tokens[-1] for row in present]
+            logits = self._session.decode(last, prompts, adapters) if prompts else self._session.decode(last)
+        else:
+            logits = self._session.admit(prompts, adapters)
+        prefilled = sum(len(prompt) for prompt in prompts)
+        self.prefilled += prefilled
+        seen = sum(len(row.request.tokens) + len(row.tokens) for row in present)
+        seen += sum(len(prompt) ** 2 for prompt in prompts) // 2
+        computed = len(present) + prefilled - (self._session.shared - found)
+        rows = [*present, *newcomers]
+        self._count(computed, len(rows), seen)
         self._rows += newcomers
-        self._choose(newcomers, logits)
-
-    def _decode(self) -> None:
-        logits = self._session.decode([row.tokens[-1] for row in self._rows])
-        seen = sum(len(row.request.tokens) + len(row.tokens) for row in self._rows)
-        self._count(len(self._rows), len(self._rows), seen)
-        self._choose(self._rows, logits)
+        self._newcomers = []
+        self._choose(rows, logits)
 
     def _count(self, tokens: int, logits: int, seen: int) -> None:
         """Note a pass that computed `tokens` tokens, which attended to `seen` positions in all."""

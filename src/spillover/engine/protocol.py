@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from spillover.engine.estimate import Speed
 
 if TYPE_CHECKING:
+    from spillover.engine.ring import Layout
     from spillover.models import Adapter, Model
     from spillover.models.lora import LoraConfig
 
 Numerics: TypeAlias = Literal["float32", "bf16"]
 Kind: TypeAlias = Literal["generate", "train"]
 Finish: TypeAlias = Literal["stop", "length"]
+Placement: TypeAlias = Literal["resident", "streamed"]
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -90,8 +92,9 @@ class Work:
     """What a job is about to ask of an engine.
 
     ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train),
-    ``sequence`` the most tokens a row may have, prompt and answer together. ``numerics`` and ``device`` None
-    mean: choose.
+    ``sequence`` the most tokens a row may have, prompt and answer together. ``memory`` is the bytes that may
+    be used, None for most of what the machine has. ``numerics``, ``device`` and ``placement`` None mean:
+    choose.
     """
 
     kind: Kind
@@ -100,23 +103,28 @@ class Work:
     lora: LoraConfig | None = None
     numerics: Numerics | None = None
     device: str | None = None
+    memory: int | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What an engine will do and what it takes. ``parts`` names the bytes that add up to ``memory_bytes``.
 
+    A model is resident, or its layers are streamed from the drive in every pass through buffers of a
+    ``layout``, which keeps some of them in memory.
     ``batch`` is at most the wanted one, ``cache_tokens`` the positions of all rows together. ``pass_tokens``
     bounds the tokens of one forward pass: newcomers in a prefill, sequences of a micro-batch in training.
     ``kernels`` says what computes, ``why`` is one printable line. In training, ``two_layouts`` lays weights
     out for both directions, at twice their bytes, and ``recompute`` keeps only the inputs of layers for the
-    backward. ``speed`` is what is known of how fast it goes.
+    backward; of these inputs ``saved_bytes`` stay in memory and the rest waits on disk, None where all stay.
+    ``speed`` is what is known of how fast it goes.
     """
 
     engine: str
     device: str
     numerics: Numerics
-    placement: Literal["resident"]
+    placement: Placement
     batch: int
     sequence: int
     pass_tokens: int
@@ -128,6 +136,8 @@ class Plan:
     kernels: str = ""
     two_layouts: bool = False
     recompute: bool = False
+    saved_bytes: int | None = None
+    layout: Layout | None = None
     speed: Speed | None = None
 
 
@@ -154,11 +164,13 @@ class Session(Protocol):
     """Rows being generated and their KV cache. Rows are numbered 0..n-1 without gaps.
 
     ``shared`` counts tokens of prompts that were not computed again, because an earlier one began alike.
+    ``joins`` says that newcomers can share a pass with the rows that are there.
     """
 
     slots: int
     length: int
     shared: int
+    joins: bool
 
     def reserve(self, tokens: int) -> bool:
         """Keep room for a row of up to `tokens` tokens, which the next `admit` brings; False: none now.
@@ -175,8 +187,13 @@ class Session(Protocol):
         """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> NextLogits:
-        """Append one token to every row; logits of every row."""
+    def decode(
+        self, tokens: Sequence[int], prompts: Sequence[Sequence[int]] = (), adapters: Sequence[int] = ()
+    ) -> NextLogits:
+        """Append one token to every row; logits of every row.
+
+        A session that ``joins`` admits `prompts` in the same pass; their rows' logits come last.
+        """
         ...
 
     def release(self, row: int) -> None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from spillover.engine.estimate import Costs
+from spillover.engine.ring.drive import Drive
 from spillover.models import home
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -32,18 +33,6 @@ class Memory(msgspec.Struct, frozen=True):
     """All threads reading a buffer larger than the caches, in 10^9 bytes a second."""
 
     gbs: float
-
-
-class Drive(msgspec.Struct, frozen=True):
-    """A sustained sequential read, in 10^9 bytes a second, past the page cache where ``direct``.
-
-    ``source`` says in words what was read, ``bytes`` how much of it in all.
-    """
-
-    gbs: float
-    direct: bool
-    bytes: int
-    source: str
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -64,7 +53,7 @@ class Rates(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True):
     """What ``spill doctor --measure`` found; ``time`` in Unix seconds, `rates` by numerics.
 
-    ``drive`` is None where none could be measured, and ``without_drive`` says why.
+    ``drive`` is None where it could not be measured, and ``without_drive`` says why.
     """
 
     processor: str

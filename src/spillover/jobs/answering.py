@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spillover.engine import Completion, Request, Scheduler
 from spillover.engine.estimate import Traffic
+from spillover.errors import EngineError, ModelError
 from spillover.jobs.data import Row, read_rows
 from spillover.jobs.interrupts import Abandoned, Ending
 from spillover.jobs.pace import Pace, Share
@@ -99,11 +100,14 @@ class Answering:
                     stream=lambda: StreamDecoder(self.work.tokenizer),
                     should_stop=lambda: self._between_passes(scheduler, saver),
                 )
-            ending = self._answer(scheduler, saver)
+            try:
+                ending = self._answer(scheduler, saver)
+            except (ModelError, EngineError):  # a weight file that is gone, say: the answers are still good
+                self._save_if_worth(scheduler, saver)
+                raise
             saver.finish()
-            if not self.session.interrupts.give_up and self._worth_saving(scheduler):
-                self._save(scheduler, saver)
-                saver.finish()
+            if not self.session.interrupts.give_up:
+                self._save_if_worth(scheduler, saver)
         if ending is Ending.DONE:
             self.session.owned.complete(self._progress())
         return ending, self._segments
@@ -213,8 +217,10 @@ class Answering:
             **self._share.of(self._traffic),
         )
 
-    def _worth_saving(self, scheduler: Scheduler) -> bool:
-        return bool(self._fresh) or bool(scheduler.partials())
+    def _save_if_worth(self, scheduler: Scheduler, saver: Saver) -> None:
+        if self._fresh or scheduler.partials():
+            self._save(scheduler, saver)
+            saver.finish()
 
     def _save(self, scheduler: Scheduler, saver: Saver) -> None:
         """Hand everything finished since the last save, and what is under way, to the saver."""

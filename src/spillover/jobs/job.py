@@ -12,22 +12,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from spillover.engine.protocol import Numerics
+from spillover.engine import Placement, Plan
+from spillover.engine import Work as Asked
+from spillover.engine.protocol import Kind, Numerics
 from spillover.errors import InputError
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
 from spillover.jobs.runs import RUNS, JobFile, Run, run_id
+from spillover.models import LoraConfig
+from spillover.sizes import parse_size
 from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
 from spillover.store import Store, open_store
+
+_SIZES = "--memory 2GB, --memory 1500MiB"
 
 __all__ = [
     "JobOptions",
     "Result",
     "Session",
     "Work",
+    "done_so_far",
     "open_session",
     "post",
     "recorded",
+    "rehearsed",
     "reporter",
     "run_for",
     "unprepared",
@@ -42,6 +50,9 @@ class JobOptions:
         state: URI of the durable state; None puts it into the run folder.
         weights: URI to stage the model from instead of downloading it.
         engine, device, numerics: what computes; None chooses.
+        memory: how much memory it may use, as people write sizes; None is most of what there is.
+        placement: ``resident`` or ``streamed``; None decides by memory.
+        dry_run: only say what would be done.
         headless: nobody is watching: signals mean preemption.
         stop_after: stop on purpose after this many quanta of this process.
         takeover: fence off the present owner instead of waiting for it.
@@ -56,6 +67,9 @@ class JobOptions:
     engine: str = "torch"
     device: str | None = None
     numerics: Numerics | None = None
+    memory: str | None = None
+    placement: Placement | None = None
+    dry_run: bool = False
     headless: bool = False
     stop_after: int | None = None
     takeover: bool = False
@@ -67,14 +81,35 @@ class JobOptions:
     def __post_init__(self) -> None:
         if self.numerics not in (None, "float32", "bf16"):
             raise InputError(f"--numerics {self.numerics} is unknown", hint="use float32 or bf16")
+        if self.placement not in (None, "resident", "streamed"):
+            raise InputError(f"--placement {self.placement} is unknown", hint="use resident or streamed")
+        if self.memory is not None:
+            parse_size(self.memory, _SIZES)
         if self.stop_after is not None and self.stop_after < 1:
             raise InputError(
                 f"--stop-after must be at least 1, not {self.stop_after}", hint="--stop-after 10"
             )
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory` in bytes."""
+        return None if self.memory is None else parse_size(self.memory, _SIZES)
+
+    def asking(self, kind: Kind, batch: int, sequence: int, lora: LoraConfig | None = None) -> Asked:
+        """What to ask of an engine."""
+        memory = self.memory_bytes
+        return Asked(
+            kind, batch, sequence, lora, self.numerics, self.device, memory=memory, placement=self.placement
+        )
+
 
 class Work(Protocol):
     """Checked inputs of a job."""
+
+    @property
+    def plan(self) -> Plan:
+        """How the engine will do it."""
+        ...
 
     @property
     def identity(self) -> Identity:
@@ -108,6 +143,24 @@ class Result:
     next: str | None
     run: Run | None
     signal: str | None = None
+
+
+def rehearsed(work: Work, state: str, done: int) -> Result:
+    """The result of a job that was only asked what it would do."""
+    plan = work.plan
+    width = max(len(name) for name, _ in plan.parts) + 2
+    lines = [
+        *work.line(state, done).split("; "),
+        f"memory, {plan.memory_bytes / 1e9:.2f} GB in all:",
+        *(f"  {name:<{width}}{size / 1e9:6.2f} GB" for name, size in plan.parts),
+        f"a pass takes up to {plan.pass_tokens:,} tokens, reads {_read(plan) / 1e9:.2f} GB from the drive",
+        "nothing was begun",
+    ]
+    return Result(Ending.DONE, "\n".join(lines), "the same command without --dry-run", None)
+
+
+def _read(plan: Plan) -> int:
+    return 0 if plan.layout is None else plan.layout.pass_bytes
 
 
 def unprepared(interrupts: Interrupts) -> Result:
@@ -176,6 +229,13 @@ def recorded(store: Store, identity: Identity, options: JobOptions) -> Control |
     return document
 
 
+def done_so_far(document: Control | None) -> int:
+    """How many quanta of a job are durable."""
+    progress = {} if document is None else document.progress
+    done: int = progress.get("rows", progress.get("step", 0))
+    return done
+
+
 def reporter(events: Events) -> Callable[[str, int, int], None]:
     """A progress callback for expanding, downloading and hashing models: an event each half second."""
     last = time.monotonic()
@@ -224,8 +284,7 @@ def open_session(
     with state.acquire(work.identity, takeover=options.takeover, waiting=waiting) as owned:
         run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
-        progress = owned.document.progress
-        line = work.line(store.uri, progress.get("rows", progress.get("step", 0)))
+        line = work.line(store.uri, done_so_far(owned.document))
         events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"

@@ -15,14 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from spillover.engine import Engine, Plan, Sampling, Work, engine
+from spillover.engine import Engine, Plan, Sampling, engine
 from spillover.engine.estimate import Generation
 from spillover.errors import InputError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
-from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
+from spillover.jobs.job import (
+    JobOptions,
+    Result,
+    done_so_far,
+    open_session,
+    recorded,
+    rehearsed,
+    reporter,
+    run_for,
+    unprepared,
+)
 from spillover.jobs.pace import forecast
 from spillover.jobs.runs import JobFile, Run, atomic_file
 from spillover.jobs.segments import KIND, Segments
@@ -221,6 +231,8 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
                 events.engine = work.plan.engine
                 if document is not None and document.status == "completed":
                     return _already_complete(work, run, store, document)
+                if options.dry_run:
+                    return rehearsed(work, store.uri, done_so_far(document))
             with open_session(job, run, store, work, options, events, interrupts) as session:
                 ending, segments = Answering(work, session).run()
                 if ending is not Ending.PREEMPTED:
@@ -247,8 +259,7 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     extent = _extent(rows, settings, tokenizer, context, events)
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
-    work = Work("generate", batch, longest, None, options.numerics, options.device)
-    plan = computing.plan(model, work)
+    plan = computing.plan(model, options.asking("generate", batch, longest))
     return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
 
 

@@ -15,14 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from spillover.engine import Engine, Optimizer, Plan, Work, engine
+from spillover.engine import Engine, Optimizer, Plan, engine
 from spillover.engine.estimate import Tuning
 from spillover.errors import InputError, ModelError
 from spillover.jobs.checkpoint import KIND, read_checkpoint
 from spillover.jobs.data import FileSummary, Order, TrainingSet, check_file
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
-from spillover.jobs.job import JobOptions, Result, open_session, recorded, reporter, run_for, unprepared
+from spillover.jobs.job import (
+    JobOptions,
+    Result,
+    done_so_far,
+    open_session,
+    recorded,
+    rehearsed,
+    reporter,
+    run_for,
+    unprepared,
+)
 from spillover.jobs.pace import forecast
 from spillover.jobs.runs import JobFile, Run
 from spillover.jobs.schedule import Schedule, Steps
@@ -203,6 +213,8 @@ def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFi
                 events.engine = work.plan.engine
                 if document is not None and document.status == "completed":
                     return _already_complete(work, run, store, document)
+                if options.dry_run:
+                    return rehearsed(work, store.uri, done_so_far(document))
                 adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
             session = open_session(job, run, store, work, options, events, interrupts)
             ending, trained = Training(work, cleanup.enter_context(session)).run()
@@ -242,10 +254,7 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     steps = Steps.of(order.per_epoch, epochs=epochs, steps=settings.steps, grad_accum=settings.grad_accum)
     computing = engine(options.engine)
     longest = max(int(part.lengths.max()) for part in (examples, validation) if part is not None)
-    plan = computing.plan(
-        model,
-        Work("train", settings.batch, longest, lora, options.numerics, options.device),
-    )
+    plan = computing.plan(model, options.asking("train", settings.batch, longest, lora))
     return TuneWork(settings, model, summary, examples, validation, order, steps, computing, plan)
 
 

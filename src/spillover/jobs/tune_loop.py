@@ -12,7 +12,7 @@ import numpy as np
 
 from spillover.engine import MicroBatch, StepResult, Trainer
 from spillover.engine.estimate import Traffic
-from spillover.errors import Corrupt
+from spillover.errors import Corrupt, EngineError, ModelError
 from spillover.jobs.checkpoint import KIND, TuneRecord, read_checkpoint, write_checkpoint
 from spillover.jobs.data import collate
 from spillover.jobs.interrupts import Abandoned, Ending
@@ -59,11 +59,14 @@ class Training:
     def run(self) -> tuple[Ending, Trained]:
         """Train; afterwards everything that was done is durable, and complete if it was all."""
         with Saver(self.session.owned, KIND, self._basis, self._durable) as saver:
-            ending = self._steps(saver)
+            try:
+                ending = self._steps(saver)
+            except (ModelError, EngineError):  # a weight file that is gone, say: the steps are still good
+                self._save_if_worth(saver)
+                raise
             saver.finish()
-            if not self.session.interrupts.give_up and self._unsaved():
-                self._save(saver)
-                saver.finish()
+            if not self.session.interrupts.give_up:
+                self._save_if_worth(saver)
         if ending is Ending.DONE:
             self.session.owned.complete({"step": self.record.step})
         params = self._trainer.state().params
@@ -165,9 +168,11 @@ class Training:
         owned = self.session.owned
         saver.save(lambda: (write_checkpoint(owned, state, record), progress))
 
-    def _unsaved(self) -> bool:
-        """Whether a step or a validation came after the newest save."""
-        return (self.record.step, len(self.record.validation)) != self._in_save
+    def _save_if_worth(self, saver: Saver) -> None:
+        """Save if a step or a validation came after the newest save."""
+        if (self.record.step, len(self.record.validation)) != self._in_save:
+            self._save(saver)
+            saver.finish()
 
     def _durable(self, reference: Reference) -> None:
         uri = f"{self.session.owned.store.uri}/{reference.folder}"

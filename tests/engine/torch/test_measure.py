@@ -11,10 +11,11 @@ import torch
 from spillover import __version__
 from spillover.engine import Work, engine
 from spillover.engine.estimate import Costs, Generation, Limits, Tuning
+from spillover.engine.ring import known_drive, measure_drive
 from spillover.engine.speeds import Machine, Memory, Rates, Speeds, keep, machine_key, recall
 from spillover.engine.torch import bound, device
 from spillover.engine.torch import measure as measuring
-from spillover.models import LoraConfig
+from spillover.models import LoraConfig, models_home
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
          "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
@@ -32,8 +33,8 @@ def quick(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(measuring, "_MEMORY_BYTES", 1 << 24)
     monkeypatch.setattr(device, "_QUICK_BYTES", 1 << 24)
-    small = functools.partial(measuring.measure_drive, large=1 << 25, seconds=0.1)
-    monkeypatch.setattr(measuring, "measure_drive", small)
+    monkeypatch.setattr(measuring, "sample", functools.partial(measuring.sample, large=1 << 25))
+    monkeypatch.setattr(measuring, "_DRIVE_SECONDS", 0.1)
     return tmp_path / "home"
 
 
@@ -49,13 +50,15 @@ def test_everything_is_measured_told_and_kept(quick, llama):
     assert [number for number, _, _ in told] == list(range(len(told)))
     assert {total for _, total, _ in told} == {len(told)}
     assert machine.threads == torch.get_num_threads()
-    assert machine.memory.gbs > 0 and machine.drive.gbs > 0
+    assert machine.memory.gbs > 0 and machine.drive.rate > 0
+    assert machine.drive == known_drive(models_home())
+    assert machine.drive.source == "0.0 GB written for it"
     for rates in machine.rates.values():
         assert min(rates.gflops, rates.passes_gflops, rates.alone_gbs) > 0
         assert rates.training.products[0][1] > 0 and rates.generation.layer > 0
     speed = planned(llama[0]).speed
     assert speed.costs == machine.rates["float32"].generation
-    assert speed.limits.drive == machine.drive.gbs * 1e9
+    assert speed.limits.drive == machine.drive.rate
     assert not speed.generation(Generation(8, 64, 64, 8, 2048)).rough
     trained = planned(llama[0], "train", "bf16").speed
     assert trained.costs == machine.rates["bf16"].training
@@ -99,6 +102,8 @@ def test_what_chose_the_numerics_gives_a_rough_estimate(quick, llama):
     speed = planned(llama[0], numerics=None).speed
     assert speed.costs is None and speed.limits.drive is None
     assert speed.generation(Generation(8, 64, 64, 8, 2048)).rough
+    drive = measure_drive([*llama[0].path.glob("*.safetensors")], seconds=0.1)
+    assert planned(llama[0], numerics=None).speed.limits.drive == drive.rate > 0
 
 
 def test_the_shape_counts_what_a_token_meets(built):

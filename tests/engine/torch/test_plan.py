@@ -50,7 +50,8 @@ def test_memory_bounds_the_sequences_of_one_training_pass(llama, monkeypatch):
 def test_what_does_not_fit_is_refused_in_one_line(llama, monkeypatch):
     monkeypatch.setattr("spillover.engine.torch.plan.memory_limit", lambda _: 1 << 20)
     with pytest.raises(
-        EngineError, match=r"needs .* GB \(weights .*\) but 0.0 GB may be used \(75% "
+        EngineError,
+        match=r"needs .* GB \(buffers .*\) even with its layers streamed .*, but 0.0 GB may be used \(75% ",
     ) as caught:
         plan(llama[0])
     assert caught.value.hint
@@ -72,12 +73,24 @@ def test_a_context_beyond_the_models_is_refused(llama):
         plan(llama[0], sequence=513)
 
 
-def test_a_cgroup_limit_below_the_ram_counts(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
+@pytest.mark.parametrize(
+    ("line", "file", "none"),
+    [
+        ("0::/jobs/mine", "jobs/memory.max", "max"),
+        ("4:cpu,memory:/jobs/mine", "memory/jobs/memory.limit_in_bytes", str((1 << 63) - 4096)),
+        ("0::/a/path/of/the/host", "memory.max", "max"),
+    ],
+)
+def test_a_cgroup_limit_below_the_ram_counts(tmp_path, monkeypatch, line, file, none):
+    """Of either version, and of a group above this process's own."""
+    groups, limit = tmp_path / "groups", tmp_path / file
+    groups.write_text(f"7:cpu:/else\n{line}\n")
+    limit.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(device, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(device, "_OWN_GROUPS", groups)
     limit.write_text("1000000\n")
-    monkeypatch.setattr(device, "_LIMITS", (str(limit),))
     assert device.memory_limit(torch.device("cpu")) == 750_000
-    limit.write_text("max\n")
+    limit.write_text(f"{none}\n")
     assert device.memory_limit(torch.device("cpu")) > 100_000_000
 
 

@@ -17,9 +17,9 @@ def opened(model, pinned=()):
     return Ring(layers, Layout.of(layers, Drive(), pinned=pinned), Drive(), forward(model.config.layers))
 
 
-def decoder(model, dtype, ring=None):
+def decoder(model, dtype, open_ring=None):
     weights = Weights(model.index(), model.config.within(256), dtype, torch.device("cpu"))
-    return NativeDecoder(weights, [], 256, ring)
+    return NativeDecoder(weights, [], 256, open_ring)
 
 
 def logits(made, tokens):
@@ -36,9 +36,9 @@ def test_streamed_is_resident_to_the_bit(built, name, dtype):
     model, tokens = built(name)[0], prompt(40, 3)
     expected = logits(decoder(model, dtype), tokens)
     with opened(model) as ring:
-        assert np.array_equal(logits(decoder(model, dtype, ring), tokens), expected)
+        assert np.array_equal(logits(decoder(model, dtype, lambda: ring), tokens), expected)
     with opened(model, pinned=[1]) as ring:
-        assert np.array_equal(logits(decoder(model, dtype, ring), tokens), expected)
+        assert np.array_equal(logits(decoder(model, dtype, lambda: ring), tokens), expected)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
@@ -46,7 +46,7 @@ def test_only_experts_that_a_row_was_routed_to_are_read(built, name):
     model = built(name)[0]
     experts = model.config.experts
     with opened(model) as ring:
-        made, read = decoder(model, torch.float32, ring), ring.layers.experts
+        made, read = decoder(model, torch.float32, lambda: ring), ring.layers.experts
         cache, table = Cache(made, 1), np.zeros(1, np.int32)
         before = ring.statistics().bytes_read
         made.forward([Stretch(prompt(1, 3), 0, table, -1)], cache)
@@ -59,7 +59,7 @@ def test_only_experts_that_a_row_was_routed_to_are_read(built, name):
 def test_a_pass_that_was_given_up_does_not_shift_the_next(built, monkeypatch):
     model, tokens = built("llama")[0], prompt(40, 3)
     with opened(model) as ring:
-        made = decoder(model, torch.float32, ring)
+        made = decoder(model, torch.float32, lambda: ring)
         expected = logits(made, tokens)
         layers = iter(made._layers)
         next(layers)

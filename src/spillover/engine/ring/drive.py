@@ -32,33 +32,45 @@ _CLOSE = 0.97  # this share of the best rate is as good, when less is in flight
 _MONTH = 30 * 24 * 3600.0
 
 
-class Drive(msgspec.Struct, frozen=True):
+# unknown fields are of another version's measurement, whose rate would read as 0
+class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a drive is read: `threads` reads of `read_bytes` at once.
 
     `rate` is what it sustains that way, in bytes per second, 0 when it was not measured. `measured` is the
-    time of that, in seconds since 1970.
+    time of that, in seconds since 1970; `direct` says whether the page cache was passed by, and `source` in
+    words what was read.
     """
 
     threads: int = 4
     read_bytes: int = 16 * _MIB
     rate: float = 0.0
     measured: float = 0.0
+    direct: bool = False
+    source: str = ""
 
 
 def known_drive(folder: Path) -> Drive:
-    """The drive under `folder` as it was measured within a month, or the usual numbers with rate 0."""
-    drive = _load().get(identity(folder))
+    """The drive under `folder`, which need not exist, as it was measured within a month.
+
+    The usual numbers with rate 0 when it was not.
+    """
+    drive = _load().get(identity(existing(folder)))
     return drive if drive is not None and 0 <= time.time() - drive.measured < _MONTH else Drive()
 
 
 def measure_drive(
-    files: Sequence[Path], report: Callable[[float], None] | None = None, *, seconds: float = _SUSTAINED
+    files: Sequence[Path],
+    report: Callable[[float], None] | None = None,
+    *,
+    seconds: float = _SUSTAINED,
+    source: str = "",
 ) -> Drive:
     """Measure the drive under `files`, the weight files of one model, and keep the result.
 
     Candidates take turns for half a second each; then the best reads for `seconds` or the size of the files,
     whichever is less, and that is its rate. Takes up to 20 s and 256 MiB of memory. `report` hears the share
-    that is done, from 0 to 1. `ModelError` for a file that cannot be read.
+    that is done, from 0 to 1; `source` is what the files are, in words. `ModelError` for a file that cannot
+    be read, `EngineError` when there is no memory.
     """
     turns = [one for _ in range(_ROUNDS) for one in _CANDIDATES]
     rates: dict[tuple[int, int], list[float]] = {one: [] for one in _CANDIDATES}
@@ -66,6 +78,9 @@ def measure_drive(
     total, done = len(turns) * short + seconds, 0.0
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(contextlib.closing(Shard(file))) for file in files]
+        for shard in shards:
+            if not shard.direct:
+                _uncache(shard.path)
         cursor = _Cursor(shards)
         buffer = allocate(max(threads * read for threads, read in _CANDIDATES))
         for one in turns:
@@ -75,9 +90,10 @@ def measure_drive(
                 report(done / total)
         threads, read_bytes = _best({one: statistics.median(found) for one, found in rates.items()})
         rate = _rate(cursor, threads, read_bytes, buffer, seconds)
+        direct = not any(shard.cached_bytes for shard in shards)
     if report is not None:
         report(1.0)
-    drive = Drive(threads, read_bytes, rate, time.time())
+    drive = Drive(threads, read_bytes, rate, time.time(), direct, source)
     with contextlib.suppress(OSError):  # a read-only home only means measuring again
         path = home() / "drives.json"
         write_atomic(path, msgspec.json.format(msgspec.json.encode(_load() | {identity(files[0]): drive})))
@@ -96,6 +112,11 @@ def identity(path: Path) -> str:
     return " ".join([platform.node(), numbers, *named])
 
 
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists: what will be at `path` is on the same drive."""
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
 def _load() -> dict[str, Drive]:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((home() / "drives.json").read_bytes(), type=dict[str, Drive])
@@ -106,6 +127,13 @@ def _best(rates: dict[tuple[int, int], float]) -> tuple[int, int]:
     """The candidate with the least in flight among those that are about as fast as the fastest."""
     enough = _CLOSE * max(rates.values())
     return min((one for one, rate in rates.items() if rate >= enough), key=lambda one: (one[0] * one[1], one))
+
+
+def _uncache(path: Path) -> None:
+    """Drop a file from the page cache: reads through it would be of memory."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Cursor:

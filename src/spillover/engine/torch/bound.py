@@ -33,7 +33,7 @@ def speed_of(config: ModelConfig, kind: Kind, numerics: Numerics, kernels: str) 
         return Speed(shape, quick, block=block) if quick else None
     rates = machine.rates[numerics]
     fastest = 1e9 * max(rates.gflops, rates.passes_gflops)
-    known = Limits(machine.memory.gbs * 1e9, fastest, 1e9 * machine.drive.gbs if machine.drive else None)
+    known = Limits(machine.memory.gbs * 1e9, fastest)
     costs = rates.generation if kind == "generate" else rates.training
     other = machine.version != __version__ or (kind == "generate" and rates.code != code_of(kernels))
     return Speed(shape, known, None if other or config.experts else costs, block)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from spillover.errors import EngineError
 SHARE = 0.75  # of the machine's memory: the rest is for the page cache and the job itself
 _FAST = 1.3  # how much faster bf16 must multiply than float32 to be the default
 _QUICK_BYTES = 256 << 20
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def pick_device(wanted: str | None) -> torch.device:
@@ -44,11 +44,26 @@ def memory_limit(device: torch.device) -> int:
     """Bytes that a plan may take on `device`: 75 % of its memory, or of a lower cgroup limit."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
-    return int(SHARE * min(limits))
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(SHARE * min([machine, *_cgroup_limits()]))
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """The limits of this process's memory cgroup and of those above it; cgroups(7), both versions."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                root, name = _CGROUPS, "memory.max"
+            elif "memory" in controllers.split(","):
+                root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            # in a container the path may be that of outside: the root then is its own
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    yield int((folder / name).read_text())
 
 
 def measured(dtype: torch.dtype) -> Speeds:

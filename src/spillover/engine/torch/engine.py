@@ -5,17 +5,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Optimizer, Plan, Session, TokenLogprob, Work
+from spillover.engine.ring import LayerIndex, Ring, forward, known_drive
 from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.device import measured
-from spillover.engine.torch.linear import Adapted, Dense, FusedGate, Gate, Linear, Packed, PackedGate, Worn
+from spillover.engine.torch.fit import LOGIT_BYTES
+from spillover.engine.torch.linear import (
+    ROWS,
+    Adapted,
+    Dense,
+    FusedGate,
+    Gate,
+    Linear,
+    Packed,
+    PackedGate,
+    Worn,
+)
 from spillover.engine.torch.lora import adapter_matrices, fuse, present
 from spillover.engine.torch.native.model import NativeModel
 from spillover.engine.torch.packing import pack
@@ -23,7 +35,6 @@ from spillover.engine.torch.plan import (
     COMPILED,
     DTYPES,
     GRAPHS,
-    LOGIT_BYTES,
     TORCH,
     WITHOUT_GRAPHS,
     make_plan,
@@ -35,12 +46,12 @@ from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError
 
 if TYPE_CHECKING:
-    from spillover.models import Adapter, Model
+    from spillover.models import Adapter, Model, ModelConfig, WeightIndex
     from spillover.models.lora import LoraConfig
 
 
 class TorchEngine:
-    """PyTorch on the CPU or one CUDA device, all weights resident."""
+    """PyTorch on the CPU or one CUDA device; on the CPU, weights may also be streamed from the drive."""
 
     name = "torch"
     version = str(torch.__version__)
@@ -64,6 +75,7 @@ class TorchModel:
         self._worn = Worn(len(adapters))
         config = model.config.within(plan.sequence)
         self._weights = Weights(model.index(), config, self._dtype, torch.device(plan.device))
+        self._open_ring = None if plan.layout is None else partial(_ring, self._weights.index, config, plan)
 
     def session(self) -> Session:
         """An empty session of up to ``plan.batch`` rows of up to ``plan.sequence`` tokens."""
@@ -102,7 +114,10 @@ class TorchModel:
             raise EngineError(
                 "an adapter cannot be trained on top of another", hint="name the base model alone"
             )
-        return TorchTrainer(self._weights, config, initial, optimizer, seed=seed, plan=self.plan)
+        ring = self._open_ring
+        return TorchTrainer(
+            self._weights, config, initial, optimizer, seed=seed, plan=self.plan, open_ring=ring
+        )
 
     def _runner(self) -> Runner:
         if self.plan.kernels != GRAPHS:
@@ -118,11 +133,13 @@ class TorchModel:
     @cached_property
     def _decoder(self) -> Decoder:
         with torch.inference_mode():
-            return Decoder(self._weights, _Inference(self._weights, self._adapters, self._worn))
+            rows = None if self.plan.placement == "streamed" else ROWS
+            inference = _Inference(self._weights, self._adapters, self._worn, rows)
+            return Decoder(self._weights, inference, self._open_ring)
 
     @cached_property
     def _native(self) -> NativeModel:
-        return NativeModel(self._weights, self.plan, self._adapters)
+        return NativeModel(self._weights, self.plan, self._adapters, self._open_ring)
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         group: list[int] = []
@@ -156,11 +173,19 @@ class TorchModel:
             yield from token_logprobs(logits, tokens[part].tolist(), top)
 
 
+def _ring(index: WeightIndex, config: ModelConfig, plan: Plan) -> Ring:
+    """A model's layers, read in the order of generation."""
+    assert plan.layout is not None
+    drive = known_drive(index.folder)
+    return Ring(LayerIndex(index, config), plan.layout, drive, forward(config.layers))
+
+
 class _Inference:
     """Linear layers that only generate and score, with adapters beside them."""
 
-    def __init__(self, weights: Weights, adapters: Sequence[Adapter], worn: Worn) -> None:
+    def __init__(self, weights: Weights, adapters: Sequence[Adapter], worn: Worn, rows: int | None) -> None:
         self._config = weights.config
+        self._rows = rows
         self._dtype = weights.dtype
         self._packed = weights.device.type == "cpu" and measured(weights.dtype).packed
         self._worn = worn
@@ -170,14 +195,14 @@ class _Inference:
         ]
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
-        base: Linear = Packed(weight, bias) if self._packed else Dense(weight, bias)
+        base: Linear = Packed(weight, bias, self._rows) if self._packed else Dense(weight, bias)
         pairs = [self._pair(layer, name, weight, *one) for one in self._adapters]
         return Adapted(base, pairs, self._worn) if any(pairs) else base
 
     def gate(self, layer: int, weight: Tensor) -> Gate:
         adapted = any(present(self._config, layer, "gate_up", *one) for one in self._adapters)
         if self._packed and not adapted:
-            gate, up = (Packed(half) for half in weight.chunk(2))
+            gate, up = (Packed(half, None, self._rows) for half in weight.chunk(2))
             return PackedGate(gate, up, self._config.activation)
         return FusedGate(self.linear(layer, "gate_up", weight, None), self._config.activation)
 

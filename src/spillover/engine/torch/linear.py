@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from spillover.models.config import Activation
 
 
+ROWS = 16
+"""How many rows a layout is made for where a pass has one a sequence."""
+
+
 class Linear(Protocol):
     """A linear layer with frozen weights, ``[N, in]`` to ``[N, out]``."""
 
@@ -57,11 +61,13 @@ class Packed:
     """`Dense` with the weight laid out once the way oneDNN's kernels read it.
 
     torch uses the same operators when its compiler freezes a model for the CPU. The layout is chosen for a
-    number of rows but takes any.
+    number of rows but takes any. With `rows` None the weight is used as it lies, a transposed view too: the
+    same bits, a little later.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 16) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int | None = ROWS) -> None:
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self._weight = weight if rows is None else reorder(weight.contiguous(), rows)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -97,14 +103,17 @@ class Frozen:
     """A frozen weight for training: the product forward, and the one that takes a gradient back.
 
     With `packed`, oneDNN's layout of either direction is made once; both together take twice the weight's
-    bytes, and the products a tenth less time. `rows` is the number of rows that they are laid out for.
+    bytes, and the products a tenth less time, for the same bits. `rows` is the number of rows that they are
+    laid out for.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool, rows: int = 512) -> None:
         self.outputs = len(weight)
-        self._forward: Packed | Dense = Packed(weight, bias, rows) if packed else Dense(weight, bias)
-        turned = weight.t()
-        self._back: Packed | Dense = Packed(turned.contiguous(), None, rows) if packed else Dense(turned)
+        self._forward: Packed | Dense = Dense(weight, bias)
+        self._back: Packed | Dense = Dense(weight.t())
+        if weight.device.type == "cpu" and Packed.available():
+            wanted = rows if packed else None
+            self._forward, self._back = Packed(weight, bias, wanted), Packed(weight.t(), None, wanted)
 
     def product(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``, ``[N, in]`` to ``[N, out]``; not part of a gradient's graph."""

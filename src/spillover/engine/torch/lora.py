@@ -90,15 +90,14 @@ def adapter_matrices(
 
 
 @dataclass
-class LoraLinear:
-    """A frozen fused layer with trainable adapters beside it; the trainer binds them before a step.
+class Site:
+    """The trainable adapters beside one fused layer; the trainer binds them before a step.
 
     Gradients are added to `grads` during the backward and reach nothing through autograd, which sees only
     `anchor`: a scalar that requires a gradient, so that a first layer has a backward at all.
     """
 
     layer: int
-    frozen: Frozen
     columns: Sequence[Span]
     scale: float
     dropout: Dropout
@@ -106,12 +105,6 @@ class LoraLinear:
     b: Sequence[Tensor] = ()  # [r, out of the span] each, with `scale` in it
     grads: tuple[list[Tensor], list[Tensor]] = ([], [])  # float32, of the unscaled a and b of each span
     anchor: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _LoraProduct.apply(x, self, self.anchor)  # type: ignore[no-untyped-call, no-any-return]
-
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual + self(x)
 
     def masks(self, x: Tensor) -> list[Tensor] | None:
         """Scaled dropout masks of the adapters' inputs, one per span; None without dropout."""
@@ -124,6 +117,20 @@ class LoraLinear:
         return [x[:, span.start : span.stop] for span in self.columns]
 
 
+@dataclass(frozen=True)
+class LoraLinear:
+    """A frozen fused layer with trainable adapters beside it."""
+
+    frozen: Frozen
+    site: Site
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _LoraProduct.apply(x, self, self.site.anchor)  # type: ignore[no-untyped-call, no-any-return]
+
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+
 class _LoraProduct(torch.autograd.Function):
     """``x @ W.T + bias + scale * dropout(x) @ a @ b`` with gradients of ``x``, ``a`` and ``b`` only.
 
@@ -133,12 +140,13 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LoraLinear, anchor: Tensor | None) -> Tensor:
-        masks = linear.masks(x)
-        inner = x @ linear.a if masks is None else _project(x, linear.a, masks)  # [N, R]
+        site = linear.site
+        masks = site.masks(x)
+        inner = x @ site.a if masks is None else _project(x, site.a, masks)  # [N, R]
         ctx.save_for_backward(x, inner)
         ctx.linear = linear
         y = linear.frozen.product(x)
-        for part, low, b in zip(linear.parts(y), inner.chunk(len(linear.b), dim=1), linear.b, strict=True):
+        for part, low, b in zip(site.parts(y), inner.chunk(len(site.b), dim=1), site.b, strict=True):
             part.addmm_(low, b)
         return y
 
@@ -147,22 +155,23 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         x, inner = ctx.saved_tensors
         linear: LoraLinear = ctx.linear
-        masks, parts = linear.masks(x), linear.parts(grad)
+        site = linear.site
+        masks, parts = site.masks(x), site.parts(grad)
         by_b = [low.t() @ part for low, part in zip(inner.chunk(len(parts), dim=1), parts, strict=True)]
-        by_low = [part @ b.t() for part, b in zip(parts, linear.b, strict=True)]  # [N, r] each
+        by_low = [part @ b.t() for part, b in zip(parts, site.b, strict=True)]  # [N, r] each
         by_inner = by_low[0] if len(by_low) == 1 else torch.cat(by_low, dim=1)  # [N, R]
         if masks is None:
             by_a = (x.t() @ by_inner).chunk(len(parts), dim=1)
         else:
             by_a = tuple((x * mask).t() @ one for mask, one in zip(masks, by_low, strict=True))
-        torch._foreach_add_(linear.grads[0], by_a)
-        torch._foreach_add_(linear.grads[1], by_b, alpha=linear.scale)
+        torch._foreach_add_(site.grads[0], by_a)
+        torch._foreach_add_(site.grads[1], by_b, alpha=site.scale)
         if not ctx.needs_input_grad[0]:
             return None, None, None
         by_x = linear.frozen.back(grad)
         if masks is None:
-            return by_x.addmm_(by_inner, linear.a.t()), None, None
-        for low, a, mask in zip(by_low, linear.a.chunk(len(masks), dim=1), masks, strict=True):
+            return by_x.addmm_(by_inner, site.a.t()), None, None
+        for low, a, mask in zip(by_low, site.a.chunk(len(masks), dim=1), masks, strict=True):
             by_x.addcmul_(low @ a.t(), mask)
         return by_x, None, None
 

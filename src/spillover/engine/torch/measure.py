@@ -1,4 +1,4 @@
-"""``spill doctor --measure``: what plans and estimates need to know of this machine, in some twenty seconds.
+"""``spill doctor --measure``: what plans and estimates need to know of this machine, in half a minute.
 
 Passes and training steps of two random models run as any other model's would. The shortest of a few runs
 counts: other processes can only make one longer.
@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from spillover import __version__
 from spillover.engine import calibrate
 from spillover.engine.calibrate import COMPARED, FEW, LONG, MANY, PREFILL, ROWS, SEQUENCE, SHORT
-from spillover.engine.drive import CannotMeasure, measure_drive
 from spillover.engine.estimate import Costs
 from spillover.engine.protocol import LoadedModel, MicroBatch, Numerics, Optimizer, Work
-from spillover.engine.speeds import Drive, Machine, Rates, keep, machine_key, processor
+from spillover.engine.ring import Drive, measure_drive
+from spillover.engine.ring.sample import CannotMeasure, sample
+from spillover.engine.speeds import Machine, Rates, keep, machine_key, processor
 from spillover.engine.torch.bound import code_of, shape_of
 from spillover.engine.torch.device import best, default_numerics, measure_memory
 from spillover.engine.torch.engine import TorchEngine
 from spillover.engine.torch.plan import DTYPES
 from spillover.engine.torch.synthetic import LARGE, SMALL, synthetic
+from spillover.errors import EngineError, ModelError
 from spillover.models.lora import LoraConfig, initial
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _NUMERICS: tuple[Numerics, ...] = ("float32", "bf16")
 _MEMORY_BYTES = 1 << 30
+_DRIVE_SECONDS = 3.0
 _PRODUCT = 2048  # rows and columns
 _RUNS = 4
 
@@ -83,8 +86,9 @@ def _parts(turn: Turn) -> Iterator[None]:
 
 def _drive() -> tuple[Drive | None, str]:
     try:
-        return measure_drive(), ""
-    except CannotMeasure as error:
+        with sample() as (file, source):
+            return measure_drive([file], seconds=_DRIVE_SECONDS, source=source), ""
+    except (CannotMeasure, ModelError, EngineError) as error:
         return None, str(error)
 
 

@@ -59,6 +59,7 @@ class TorchSession:
     def __init__(self, decoder: Decoder, worn: Worn, slots: int, length: int, runner: Runner) -> None:
         self.slots = slots
         self.length = length
+        self.joins = False  # rows of different lengths have kernels of their own
         self.shared = 0  # nothing is kept once its row is gone
         self._decoder = decoder
         self._worn = worn
@@ -98,8 +99,11 @@ class TorchSession:
         return TorchLogits(self._decoder.logits(hidden[last]))
 
     @torch.inference_mode()
-    def decode(self, tokens: Sequence[int]) -> TorchLogits:
-        """Append one token to every row; logits of every row."""
+    def decode(
+        self, tokens: Sequence[int], prompts: Sequence[Sequence[int]] = (), adapters: Sequence[int] = ()
+    ) -> TorchLogits:
+        """Append one token to every row; logits of every row. Newcomers have passes of their own."""
+        assert not prompts
         logits = self._steps(tokens, self._lengths, self._adapters)
         self._lengths = [length + 1 for length in self._lengths]
         return TorchLogits(logits)

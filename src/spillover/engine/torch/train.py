@@ -27,16 +27,17 @@ from spillover.engine.torch.adamw import update
 from spillover.engine.torch.attention import Causal, Tiled
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.dropout import Dropout
+from spillover.engine.torch.fit import LOGIT_BYTES
 from spillover.engine.torch.linear import Dense, Frozen, FusedGate, Gate, Linear
-from spillover.engine.torch.lora import LoraLinear, adapter_matrices, spans
+from spillover.engine.torch.lora import LoraLinear, Site, adapter_matrices, spans
 from spillover.engine.torch.loss import HeadLoss
 from spillover.engine.torch.packing import pack, whole
-from spillover.engine.torch.plan import LOGIT_BYTES
-from spillover.engine.torch.recompute import recomputed
-from spillover.engine.torch.weights import Weights
+from spillover.engine.torch.recompute import Inputs, recomputed
+from spillover.engine.torch.weights import FUSED, Weights
 from spillover.errors import EngineError
 
 if TYPE_CHECKING:
+    from spillover.engine.ring import Ring
     from spillover.models.lora import LoraConfig
 
 
@@ -74,15 +75,15 @@ class TorchTrainer:
         *,
         seed: int,
         plan: Plan,
+        open_ring: Callable[[], Ring] | None = None,
     ) -> None:
         self.protected: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._optimizer = optimizer
         self._pass_tokens = plan.pass_tokens
         self._recompute = plan.recompute
+        self._inputs = None if plan.saved_bytes is None else Inputs(plan.saved_bytes)
         self._dropout = Dropout(config.dropout, seed)
         self._linears = _Trainable(weights, config, self._dropout, packed=plan.two_layouts)
-        self._decoder = Decoder(weights, self._linears)
-        self._loss_of = HeadLoss(self._linears.head, LOGIT_BYTES, weights.config.logit_softcap)
         self._shapes = {name: array.shape for name, array in initial.items()}
         self._device = weights.device
         params = self._flatten(initial)
@@ -94,6 +95,8 @@ class TorchTrainer:
         self._factors = self._scales(config.scale)
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
         self._attach()
+        self._decoder = Decoder(weights, self._linears, open_ring)
+        self._loss_of = HeadLoss(self._linears.head, LOGIT_BYTES, weights.config.logit_softcap)
 
     @property
     def completed(self) -> int:
@@ -157,14 +160,14 @@ class TorchTrainer:
         bound, gradients = self._views(self._bound), self._views(self._grad)
         self._gradients = list(gradients.values())
         self._side_by_side: list[tuple[Tensor, list[Tensor]]] = []
-        for linear in self._linears.adapted:
-            a, linear.b = adapter_matrices(bound, linear.layer, linear.columns)
-            linear.grads = adapter_matrices(gradients, linear.layer, linear.columns)
-            linear.anchor = self._anchor
-            linear.a = a[0]
+        for site in self._linears.sites.values():
+            a, site.b = adapter_matrices(bound, site.layer, site.columns)
+            site.grads = adapter_matrices(gradients, site.layer, site.columns)
+            site.anchor = self._anchor
+            site.a = a[0]
             if len(a) > 1:
-                linear.a = a[0].new_empty(len(a[0]), sum(one.shape[1] for one in a))
-                self._side_by_side.append((linear.a, a))
+                site.a = a[0].new_empty(len(a[0]), sum(one.shape[1] for one in a))
+                self._side_by_side.append((site.a, a))
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -204,6 +207,8 @@ class TorchTrainer:
         lengths = [len(one.tokens) for one in group]
         starts = np.cumsum([0, *lengths[:-1]])
         places = torch.cat([one.targets + int(start) for one, start in zip(group, starts, strict=True)])
+        if self._inputs is not None:
+            self._inputs.clear()
         self._dropout.step = step
         self._dropout.sequences = [(one.number, len(one.tokens)) for one in group]
         config = self._decoder.config
@@ -224,7 +229,7 @@ class TorchTrainer:
         return self._loss_of(self._decoder.normed(hidden), stream.tokens[places])
 
     def _recomputed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return recomputed(run, x, self._anchor)
+        return recomputed(run, x, self._anchor, self._inputs)
 
     def _update(self, lr: float, norm: float) -> None:
         """Clip, then AdamW into the spare arrays, then one assignment."""
@@ -255,26 +260,31 @@ class TorchTrainer:
 
 
 class _Trainable:
-    """Linear layers of a training pass; remembers those with adapters, and the head."""
+    """Linear layers of a training pass, the places of adapters among them, and the head."""
 
     def __init__(self, weights: Weights, config: LoraConfig, dropout: Dropout, *, packed: bool) -> None:
-        self.adapted: list[LoraLinear] = []
         self.head = torch.empty(0)  # [V, H]
         self._model = weights.config
-        self._config = config.on(weights.config)
-        self._dropout = dropout
         self._packed = packed
+        targets = config.on(weights.config).targets
+        places = {
+            (layer, name): spans(weights.config, layer, name, targets)
+            for layer in range(weights.config.layers)
+            for name in FUSED
+        }
+        self.sites = {
+            (layer, name): Site(layer, columns, config.scale, dropout)
+            for (layer, name), columns in places.items()
+            if columns
+        }
 
     def linear(self, layer: int, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         if layer < 0:
             self.head = weight
             return Dense(weight, bias)
         frozen = Frozen(weight, bias, packed=self._packed)
-        columns = spans(self._model, layer, name, self._config.targets)
-        if not columns:
-            return frozen
-        self.adapted.append(LoraLinear(layer, frozen, columns, self._config.scale, self._dropout))
-        return self.adapted[-1]
+        site = self.sites.get((layer, name))
+        return frozen if site is None else LoraLinear(frozen, site)
 
     def gate(self, layer: int, weight: Tensor) -> Gate:
         return FusedGate(self.linear(layer, "gate_up", weight, None), self._model.activation)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+from spillover.engine.ring import Layer as Held
+from spillover.engine.ring import RawTensor
+from spillover.engine.torch.rows import Rows, typed
 from spillover.errors import ModelError
 from spillover.models.index import expert_names, head_name, linears, norm_names
 
 if TYPE_CHECKING:
-    from spillover.models import ModelConfig, WeightIndex
+    from spillover.models import ModelConfig, TensorSlice, WeightIndex
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_Source: TypeAlias = Callable[[str], Tensor]  # a tensor by its full name
+Room: TypeAlias = Callable[[str, Sequence[int]], Tensor]  # memory for a matrix of this name and shape
 
 # modules whose outputs share an input, so that one product computes them; a model has them apart or fused
 FUSED: dict[str, tuple[str, ...]] = {
@@ -66,7 +71,7 @@ class Weights:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._index = index
+        self.index = index
         self._maps: dict[str, mmap.mmap] = {}
 
     @cached_property
@@ -74,26 +79,57 @@ class Weights:
         """The embedding, ``[V, H]``; on the CPU a view of the file when dtypes agree."""
         return self._view(f"{self.config.prefix}embed_tokens.weight").to(self.device, self.dtype)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding, ``[N, H]``."""
+        return torch.nn.functional.embedding(tokens, self.embedding)
+
+    def embed_from_file(self, tokens: Tensor) -> Tensor:
+        """The same, but nothing of the embedding stays in the process's memory."""
+        return self._rows(tokens.cpu().numpy()).to(self.device, self.dtype)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        name = f"{self.config.prefix}embed_tokens.weight"
+        return Rows(self._part(name), name)
+
+    def copied_head(self) -> Tensor:
+        """`head` in memory of its own."""
+        name = f"{self.config.prefix}embed_tokens.weight" if self.config.tied else head_name(self.config)
+        copied = self._read(name, self._view)
+        self._forget()
+        return copied
+
     @property
     def head(self) -> Tensor:
         """The output matrix, ``[V, H]``: the embedding itself when the model ties them."""
-        return self.embedding if self.config.tied else self._read(head_name(self.config))
+        return self.embedding if self.config.tied else self._read(head_name(self.config), self._view)
 
     @property
     def norm(self) -> Tensor:
         """The final norm's weight, ``[H]``."""
-        return self._norm(f"{self.config.prefix}norm.weight")
+        return self._norm(f"{self.config.prefix}norm.weight", self._view)
 
     def layer(self, number: int, *, matrices: bool = True) -> LayerWeights:
-        """Read layer `number`, its matrices fused; or its norms and biases alone."""
-        read = self._layer(number, matrices)
+        """Read layer `number` from the files, its matrices fused; or its norms and biases alone."""
+        experts = itertools.repeat(self._view, self._expert_count(number))
+        read = self._layer(number, matrices, self._view, experts, self._new)
         self._forget()
         return read
 
-    def _layer(self, number: int, matrices: bool) -> LayerWeights:
+    def streamed(self, held: Held, room: Room) -> LayerWeights:
+        """The layer that a ring holds, copied out of its buffer; matrices into what `room` gives for them."""
+        number = held.number
+        wanted = range(self._expert_count(number))
+        flow = (self._held(number, tensors) for _, tensors in held.experts(wanted))
+        return self._layer(number, True, self._held(number, held.tensors), flow, room)
+
+    def _layer(
+        self, number: int, matrices: bool, view: _Source, experts: Iterable[_Source], room: Room
+    ) -> LayerWeights:
         config, prefix = self.config, f"{self.config.prefix}layers.{number}."
+        routed = matrices and config.sparse(number)
         names = {role: f"{prefix}{name}.weight" for role, name in norm_names(config).items()}
-        norms = {role: self._norm(name) for role, name in names.items()}
+        norms = {role: self._norm(name, view) for role, name in names.items()}
         modules = linears(config, number)
         parts = {name: [one for one in FUSED[name] if one in modules] for name in FUSED}
         heads = {name: f"{prefix}self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
@@ -102,36 +138,54 @@ class Weights:
             post_norm=norms["feedforward_input"],
             attention_output_norm=norms.get("attention_output"),
             feedforward_output_norm=norms.get("feedforward_output"),
-            q_norm=self._norm(heads["q_norm"]) if config.qk_norm else None,
-            k_norm=self._norm(heads["k_norm"]) if config.qk_norm else None,
+            q_norm=self._norm(heads["q_norm"], view) if config.qk_norm else None,
+            k_norm=self._norm(heads["k_norm"], view) if config.qk_norm else None,
             matrices={
-                name: self._stack([f"{prefix}{one}.weight" for one in group])
+                name: self._stack([f"{prefix}{one}.weight" for one in group], view, name, room)
                 for name, group in parts.items()
                 if group and matrices
             },
             biases={
-                name: self._stack([f"{prefix}{one}.bias" for one in group])
+                name: self._stack([f"{prefix}{one}.bias" for one in group], view, name, self._new)
                 if name == "qkv" and config.attention_bias
                 else None
                 for name, group in parts.items()
             },
-            experts=self._experts(prefix, number) if matrices and config.sparse(number) else None,
+            experts=self._experts(number, view, experts, room) if routed else None,
         )
 
     def router(self, number: int) -> Tensor:
         """The router of a layer with experts, ``[E, H]``."""
-        return self._read(f"{self.config.prefix}layers.{number}.{expert_names(self.config).router}.weight")
+        return self._router(number, self._view)
 
-    def _experts(self, prefix: str, number: int) -> ExpertWeights:
-        names, count = expert_names(self.config), self.config.experts.count if self.config.experts else 0
-        return ExpertWeights(
-            router=self.router(number),
-            gate_up=[
-                self._stack([f"{prefix}{names.of(one, part)}" for part in (names.gate, names.up)])
-                for one in range(count)
-            ],
-            down=[self._read(f"{prefix}{names.of(one, names.down)}") for one in range(count)],
+    def _router(self, number: int, view: _Source) -> Tensor:
+        return self._read(
+            f"{self.config.prefix}layers.{number}.{expert_names(self.config).router}.weight", view
         )
+
+    def _experts(self, number: int, view: _Source, experts: Iterable[_Source], room: Room) -> ExpertWeights:
+        names, prefix = expert_names(self.config), f"{self.config.prefix}layers.{number}."
+        read = ExpertWeights(self._router(number, view), [], [])
+        for one, own in enumerate(experts):
+            pair = [f"{prefix}{names.of(one, part)}" for part in (names.gate, names.up)]
+            read.gate_up.append(self._stack(pair, own, f"gate_up {one}", room))
+            down = f"{prefix}{names.of(one, names.down)}"
+            read.down.append(self._stack([down], own, f"down {one}", room))
+        return read
+
+    def _expert_count(self, number: int) -> int:
+        experts = self.config.experts
+        return experts.count if experts is not None and self.config.sparse(number) else 0
+
+    def _held(self, number: int, tensors: Mapping[str, RawTensor]) -> _Source:
+        """Views of what a ring holds of layer `number`."""
+        prefix = f"{self.config.prefix}layers.{number}."
+
+        def view(name: str) -> Tensor:
+            raw = tensors[name.removeprefix(prefix)]
+            return typed(torch.from_numpy(raw.data), name, raw.dtype, raw.shape)
+
+        return view
 
     def _forget(self) -> None:
         """Let go of what the files' maps have brought into memory: it was copied, or is read again on use."""
@@ -139,34 +193,36 @@ class Weights:
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _norm(self, name: str) -> Tensor:
+    def _norm(self, name: str, view: _Source) -> Tensor:
         if not self.config.norm_offset:
-            return self._read(name)
+            return self._read(name, view)
         # in float32: bf16 would round one plus a small weight to few steps
-        return self._view(name).to(self.device, torch.float32) + self.config.norm_offset
+        return view(name).to(self.device, torch.float32) + self.config.norm_offset
 
-    def _stack(self, names: Sequence[str]) -> Tensor:
-        views = [self._view(name) for name in names]
-        shape = (sum(view.shape[0] for view in views), *views[0].shape[1:])
-        fused = torch.empty(shape, dtype=self.dtype, device=self.device)
-        torch._foreach_copy_(list(torch.split(fused, [view.shape[0] for view in views])), views)
+    def _new(self, name: str, shape: Sequence[int]) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def _stack(self, names: Sequence[str], view: _Source, name: str, room: Room) -> Tensor:
+        views = [view(one) for one in names]
+        fused = room(name, (sum(one.shape[0] for one in views), *views[0].shape[1:]))
+        torch._foreach_copy_(list(torch.split(fused, [one.shape[0] for one in views])), views)
         return fused
 
-    def _read(self, name: str) -> Tensor:
-        return self._view(name).to(self.device, self.dtype, copy=True)
+    def _read(self, name: str, view: _Source) -> Tensor:
+        return view(name).to(self.device, self.dtype, copy=True)
 
     def _view(self, name: str) -> Tensor:
-        part = self._index.tensors.get(name)
-        if part is None:
-            raise ModelError(f"the model has no tensor {name}")
-        if part.dtype not in _DTYPES:
-            raise ModelError(f"tensor {name} has dtype {part.dtype}; bf16, f16 and f32 can be loaded")
+        part = self._part(name)
         file = str(part.file)
         if file not in self._maps:
             with part.file.open("rb") as opened:
                 # copy-on-write: torch warns of read-only buffers, and nothing here may write to the file
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         data = torch.frombuffer(self._maps[file], dtype=torch.uint8)[part.start : part.stop]
-        if data.storage_offset() % 4:
-            data = data.clone()  # a view needs elements at multiples of their size
-        return data.view(_DTYPES[part.dtype]).view(part.shape)
+        return typed(data, name, part.dtype, part.shape)
+
+    def _part(self, name: str) -> TensorSlice:
+        part = self.index.tensors.get(name)
+        if part is None:
+            raise ModelError(f"the model has no tensor {name}")
+        return part

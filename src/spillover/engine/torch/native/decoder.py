@@ -8,13 +8,14 @@ pass, nor on how its sequence was cut into passes, nor on the number of threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spillover.engine.protocol import Floats
 from spillover.engine.torch.native.layers import Beside, Experts, Layers, Resident, Rotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _RUN = np.dtype({"names": ["first", "count", "position", "blocks"], "formats": ["<i4", "<i4", "<i4", "<u8"],
                  "offsets": [0, 4, 8, 16], "itemsize": ctypes.sizeof(Run)})  # fmt: skip
 _WIDEST_HEAD = 256
+Gather: TypeAlias = Callable[[NDArray[np.int64]], NDArray[Any]]  # rows of the embedding by number
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,15 @@ def unsupported(config: ModelConfig) -> str:
 class NativeDecoder:
     """One model with any number of adapters, on all threads that torch uses.
 
-    Its layers are packed in memory, or pass through it as `ring` brings them.
+    Its layers are packed in memory, or pass through it as a ring brings them.
     """
 
     def __init__(
-        self, weights: Weights, adapters: Sequence[Adapter], length: int, ring: Ring | None = None
+        self,
+        weights: Weights,
+        adapters: Sequence[Adapter],
+        length: int,
+        open_ring: Callable[[], Ring] | None = None,
     ) -> None:
         native = library()
         assert native is not None
@@ -71,13 +77,12 @@ class NativeDecoder:
         self._shape = self._model_shape()
         self._head = packer.matrix(weights.head)
         self._norm = packer.vector(weights.norm)
-        narrow = weights.dtype == torch.bfloat16
-        self._embedding = (weights.embedding.view(torch.uint16) if narrow else weights.embedding).numpy()
+        self._embedding = _kept(weights) if open_ring is None else _filed(weights)
         # the families that scale do so in the dtype that computes
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=weights.dtype).item()
         self._beside = Beside(weights, packer, adapters)
         around = (weights, packer, self._beside, Rotations(self.config, packer, length))
-        self._layers: Layers = Resident(*around) if ring is None else Streamed(*around, ring)
+        self._layers: Layers = Resident(*around) if open_ring is None else Streamed(*around, open_ring())
 
     def __del__(self) -> None:
         if hasattr(self, "_workspace"):
@@ -142,7 +147,7 @@ class NativeDecoder:
 
     def _embed(self, tokens: Sequence[int]) -> Floats:
         # in numpy: torch's threads would wait for each other here
-        rows = self._embedding[np.asarray(tokens, np.int64)]
+        rows = self._embedding(np.asarray(tokens, np.int64))
         wide: Floats = rows if rows.dtype == np.float32 else (rows.astype(np.uint32) << 16).view(np.float32)
         if self._embedding_scale != 1:
             wide *= np.float32(self._embedding_scale)
@@ -156,6 +161,20 @@ class NativeDecoder:
             0 if config.activation == "silu" else 1,
             *(config.rms_eps, config.attention_scale, config.attention_softcap or 0.0),
         )
+
+
+def _kept(weights: Weights) -> Gather:
+    rows = _plain(weights.embedding)
+    return lambda numbers: rows[numbers]
+
+
+def _filed(weights: Weights) -> Gather:
+    return lambda numbers: _plain(weights.embed_from_file(torch.from_numpy(numbers)))
+
+
+def _plain(x: Tensor) -> NDArray[Any]:
+    """The same memory for numpy, which has no bfloat16: its bits as uint16."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 class Cache:

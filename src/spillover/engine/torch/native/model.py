@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spillover.engine.protocol import Floats, Plan, TokenLogprob
+from spillover.engine.torch.fit import LOGIT_BYTES
 from spillover.engine.torch.native.blocks import needed
 from spillover.engine.torch.native.decoder import Cache, NativeDecoder, Stretch
 from spillover.engine.torch.native.session import NativeSession
-from spillover.engine.torch.plan import LOGIT_BYTES
 
 if TYPE_CHECKING:
+    from spillover.engine.ring import Ring
     from spillover.engine.torch.weights import Weights
     from spillover.models import Adapter
 
 
 class NativeModel:
-    """Packed weights, made by the first session or score."""
+    """Packed weights, or those that stay while others are streamed; made by the first session or score."""
 
-    def __init__(self, weights: Weights, plan: Plan, adapters: Sequence[Adapter]) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        plan: Plan,
+        adapters: Sequence[Adapter],
+        open_ring: Callable[[], Ring] | None = None,
+    ) -> None:
         self._weights = weights
+        self._open_ring = open_ring
         self._plan = plan
         self._adapters = adapters
         self._scratch: Cache | None = None
 
     @cached_property
     def _decoder(self) -> NativeDecoder:
-        return NativeDecoder(self._weights, self._adapters, self._plan.sequence)
+        return NativeDecoder(self._weights, self._adapters, self._plan.sequence, self._open_ring)
 
     def session(self) -> NativeSession:
         """An empty session."""

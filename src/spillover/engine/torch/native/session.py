@@ -35,6 +35,7 @@ class NativeSession:
     def __init__(self, decoder: NativeDecoder, slots: int, length: int, room: int, pass_tokens: int) -> None:
         self.slots = slots
         self.length = length
+        self.joins = True
         self._decoder = decoder
         self._pass_tokens = pass_tokens
         self._blocks = Blocks(max(needed(length), room // BLOCK))
@@ -62,7 +63,20 @@ class NativeSession:
         `adapters` are indices into those of the model, -1 for the base alone; by default all rows wear the
         first.
         """
-        worn = self._decoder.worn(adapters, len(prompts))
+        return self._logits(self._newcomers(prompts, adapters))
+
+    def decode(
+        self, tokens: Sequence[int], prompts: Sequence[Sequence[int]] = (), adapters: Sequence[int] = ()
+    ) -> NativeLogits:
+        """Append one token to every row, and admit `prompts` in the same pass; logits of every row."""
+        stretches = []
+        for token, row in zip(tokens, self._rows, strict=True):
+            stretches.append(Stretch((token,), row.length, self._tables[row.table], row.adapter))
+            self._extend(row, row.length + 1)
+        return self._logits([*stretches, *self._newcomers(prompts, adapters)])
+
+    def _newcomers(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int]) -> list[Stretch]:
+        worn = self._decoder.worn(adapters, len(prompts)) if prompts else []
         stretches = []
         for prompt, adapter in zip(prompts, worn, strict=True):
             row = self._begin(prompt, adapter)
@@ -70,6 +84,9 @@ class NativeSession:
             self._extend(row, len(prompt))
             stretches.append(Stretch(prompt[first:], first, self._tables[row.table], adapter))
             self._rows.append(row)
+        return stretches
+
+    def _logits(self, stretches: Sequence[Stretch]) -> NativeLogits:
         return self._decoder.logits(np.concatenate([self._last(group) for group in self._passes(stretches)]))
 
     def _last(self, stretches: Sequence[Stretch]) -> Floats:
@@ -87,14 +104,6 @@ class NativeSession:
                 group = []
             group.append(stretch)
         yield group
-
-    def decode(self, tokens: Sequence[int]) -> NativeLogits:
-        """Append one token to every row; logits of every row."""
-        stretches = []
-        for token, row in zip(tokens, self._rows, strict=True):
-            stretches.append(Stretch((token,), row.length, self._tables[row.table], row.adapter))
-            self._extend(row, row.length + 1)
-        return self._decoder.logits(self._decoder.forward(stretches, self._cache))
 
     def release(self, row: int) -> None:
         """Drop `row`; the last row takes its number."""

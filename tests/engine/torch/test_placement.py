@@ -1,0 +1,207 @@
+"""Streamed placement: planned from a memory budget, and to the bit what resident placement computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.tiny import FAMILIES, answers, build, prompt, request
+from engine.torch.peer import micro_batch
+from spillover.engine import Optimizer, Work, engine
+from spillover.engine.ring import Drive, LayerIndex, Layout
+from spillover.engine.torch.recompute import Inputs
+from spillover.errors import EngineError, ModelError
+from spillover.models import MODULES, LoraConfig, initial
+
+TRAINED = [name for name, case in FAMILIES.items() if case.targets]
+
+
+def planned(model, kind="generate", placement="streamed", **more):
+    work = {"kind": kind, "batch": 4, "sequence": 200, "numerics": "float32", "device": "cpu", **more}
+    return engine("torch").plan(model, Work(placement=placement, **work))
+
+
+def tight(model, kind="generate", **more):
+    """A streamed plan that reads in every pass: there is room for two layers on their way."""
+    layers = LayerIndex(model.index(), model.config)
+    layout = Layout.of(layers, Drive(), slots=2, expert_slots=2)
+    return replace(planned(model, kind, **more), layout=layout)
+
+
+def both(model, **more):
+    """The model resident and streamed."""
+    plans = planned(model, placement="resident", **more), tight(model, **more)
+    return [engine("torch").load(model, plan) for plan in plans]
+
+
+def requests():
+    return [request(f"r{n}", prompt(n, n), 12 + n % 5, logprobs=3) for n in (5, 40, 1, 33, 90, 17, 64)]
+
+
+@pytest.mark.parametrize("numerics", ["float32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_and_log_probabilities_are_the_same_bits(built, name, numerics):
+    resident, streamed = both(built(name)[0], numerics=numerics)
+    assert (resident.plan.placement, streamed.plan.placement) == ("resident", "streamed")
+    expected, found = answers(resident, requests()), answers(streamed, requests())
+    assert [found[key].tokens for key in expected] == [one.tokens for one in expected.values()]
+    assert [found[key].logprobs for key in expected] == [one.logprobs for one in expected.values()]
+
+
+def test_scores_are_the_same_bits(llama):
+    resident, streamed = both(llama[0])
+    sequences, starts = [prompt(n, n) for n in (9, 70, 33)], [1, 20, 5]
+    assert streamed.score(sequences, starts, top=2) == resident.score(sequences, starts, top=2)
+
+
+def test_layers_are_streamed_without_compiled_kernels_too(built, monkeypatch):
+    monkeypatch.setattr("spillover.engine.torch.native.decoder.why_not", lambda: "not here")
+    for name in ("llama", "mixtral", "gemma3"):
+        resident, streamed = both(built(name)[0])
+        assert streamed.plan.kernels == "torch"
+        expected, found = answers(resident, requests()), answers(streamed, requests())
+        assert [found[key].tokens for key in expected] == [one.tokens for one in expected.values()]
+
+
+def batches(step, rows=2):
+    lengths = [[9 + step % 5, 9, 17 + step], [150, 31]]
+    return [
+        micro_batch([prompt(n, 10 * step + n) for n in part], [n // 3 for n in part])
+        for part in lengths[:rows]
+    ]
+
+
+def trainer(model, placement, targets=MODULES, **more):
+    lora = LoraConfig(rank=4, alpha=8.0, targets=targets, dropout=more.pop("dropout", 0.0)).on(model.config)
+    plan = tight(model, "train", lora=lora, **more)
+    if placement == "resident":
+        plan = planned(model, "train", placement, lora=lora, **more)
+    source = np.random.default_rng(4)
+    start = {
+        name: value if name.endswith("_a") else source.normal(0, 0.05, value.shape).astype(np.float32)
+        for name, value in initial(lora, model.config, 1).items()
+    }
+    return engine("torch").load(model, plan).trainer(lora, start, Optimizer(), seed=3)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_loss_of_a_tune_is_the_same_bits(built, name):
+    model, targets = built(name)[0], FAMILIES[name].targets
+    resident, streamed = (trainer(model, placement, targets) for placement in ("resident", "streamed"))
+    for step in range(20):
+        expected, found = (one.step(batches(step), lr=3e-3) for one in (resident, streamed))
+        assert found == expected
+        if step % 5 == 4:
+            assert streamed.evaluate(batches(0)) == resident.evaluate(batches(0))
+    expected, found = resident.state(), streamed.state()
+    assert all(np.array_equal(found.params[key], value) for key, value in expected.params.items())
+
+
+@pytest.mark.parametrize("numerics", ["float32", "bf16"])
+def test_inputs_that_wait_on_disk_change_nothing(llama, numerics):
+    """With dropout, whose masks a layer makes again."""
+    resident = trainer(llama[0], "resident", dropout=0.1, numerics=numerics)
+    for room in (0, 30_000):
+        streamed = trainer(llama[0], "streamed", dropout=0.1, numerics=numerics)
+        streamed._inputs = Inputs(room)
+        resident.restore(trainer(llama[0], "resident").state())
+        for step in range(3):
+            expected, found = (one.step(batches(step), lr=3e-3) for one in (resident, streamed))
+            assert found == expected
+        assert streamed._inputs._file is not None
+
+
+def test_a_full_disk_under_the_inputs_is_one_line_and_no_step(llama, monkeypatch):
+    streamed, expected = (trainer(llama[0], "streamed") for _ in range(2))
+    before = streamed.state()
+
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        streamed._inputs = Inputs(0)
+        broken.setattr("spillover.engine.torch.recompute.tempfile.TemporaryFile", full)
+        with pytest.raises(EngineError, match=r"cannot be kept in .*: No space left") as caught:
+            streamed.step(batches(0), lr=1e-2)
+    assert "--memory" in caught.value.hint
+    assert streamed.completed == 0
+    assert all(np.array_equal(streamed.state().params[key], value) for key, value in before.params.items())
+    assert streamed.step(batches(0), lr=1e-2) == expected.step(batches(0), lr=1e-2)
+
+
+@pytest.mark.parametrize("layer", range(6))
+def test_a_step_that_was_given_up_anywhere_leaves_nothing_behind(llama, monkeypatch, layer):
+    """Between two layers of the forward pass, and of the backward pass."""
+    streamed, expected = (trainer(llama[0], "streamed") for _ in range(2))
+    taken, usual = iter(range(100)), type(streamed._decoder._layers).__getitem__
+
+    def given_up(layers, number):
+        if next(taken) == layer:
+            raise KeyboardInterrupt
+        return usual(layers, number)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(streamed._decoder._layers), "__getitem__", given_up)
+        with pytest.raises(KeyboardInterrupt):
+            streamed.step(batches(0), lr=1e-2)
+    assert streamed.evaluate(batches(1)) == expected.evaluate(batches(1))
+    for step in range(2):
+        assert streamed.step(batches(step), lr=1e-2) == expected.step(batches(step), lr=1e-2)
+
+
+def test_memory_decides_the_placement(llama):
+    whole = planned(llama[0], placement=None, batch=1)
+    assert whole.placement == "resident"
+    less = planned(llama[0], placement=None, batch=1, memory=whole.memory_bytes - 1)
+    assert (less.placement, less.memory_bytes <= whole.memory_bytes - 1) == ("streamed", True)
+    assert "streamed on cpu" in less.why and "a pass reads" in less.why
+    with pytest.raises(EngineError, match=r"needs .*as asked"):
+        planned(llama[0], placement="resident", batch=1, memory=whole.memory_bytes - 1)
+
+
+@pytest.mark.parametrize("kind", ["generate", "train"])
+def test_a_plan_takes_what_it_says_and_uses_what_is_left(llama, kind):
+    """First rows, then layers that stay; with all of them there is nothing left to read."""
+    more = {"lora": LoraConfig(rank=4, alpha=8.0)} if kind == "train" else {}
+    some = planned(llama[0], kind, memory=10**9, **more)
+    assert sum(size for _, size in some.parts) == some.memory_bytes <= 10**9
+    assert some.layout.pass_bytes == 0 and len(some.layout.pinned) == llama[0].config.layers
+    least = some.memory_bytes
+    with pytest.raises(EngineError, match="even with its layers streamed"):
+        while True:  # what does not fit is left out: rows, tokens of a pass, layers that stay
+            tight = planned(llama[0], kind, memory=least - 1, **more)
+            least = tight.memory_bytes
+            assert sum(size for _, size in tight.parts) == least
+    assert (tight.layout.slots, tight.layout.pinned) == (2, frozenset())
+    assert tight.pass_tokens < some.pass_tokens
+
+
+def test_a_shorter_pass_is_planned_before_a_row_is_refused(llama):
+    large = planned(llama[0], batch=1)
+    assert large.pass_tokens == 2048
+    tokens = dict(large.parts)["activations"]
+    tight = planned(llama[0], batch=1, memory=large.memory_bytes - 10**6)
+    assert tight.pass_tokens < 2048 and dict(tight.parts)["activations"] < tokens
+
+
+@pytest.mark.parametrize("kind", ["generate", "train"])
+def test_a_shard_that_shrinks_meanwhile_is_one_line(tmp_path, kind):
+    """Not a signal from a mapped page, and not wrong numbers."""
+    more = {"lora": LoraConfig(rank=4, alpha=8.0)} if kind == "train" else {}
+    model = build(tmp_path, "llama")[0]
+    loaded = engine("torch").load(model, tight(model, kind, batch=1, **more))
+    work = trainer(model, "streamed") if kind == "train" else loaded.session()
+    for file in model.index().files:
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size // 2)
+    with pytest.raises(ModelError, match=r"layer|tensor") as caught:
+        for step in range(8):
+            if kind == "train":
+                work.step(batches(step), lr=1e-3)
+            elif step:
+                work.decode([5])
+            else:
+                work.admit([prompt(20, 1)])
+    assert "\n" not in str(caught.value)
