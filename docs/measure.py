@@ -4,7 +4,7 @@ Prompts and training rows are those that the package ships. The peers are transf
 ``torch.optim.AdamW``, so it needs the ``dev`` extra, and some minutes; with the names of sections it measures
 those and keeps the rest of the page.
 
-    python docs/measure.py [generation] [invariance] [training] [tune] [float64]
+    python docs/measure.py [generation] [invariance] [streaming] [training] [tune] [float64]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from spillover.engine import (
     LoadedModel,
     MicroBatch,
     Optimizer,
+    Placement,
     Request,
     Sampling,
     Scheduler,
@@ -37,6 +37,7 @@ from spillover.engine import (
     Work,
     engine,
 )
+from spillover.engine.ring import Drive, LayerIndex, Layout
 from spillover.jobs.data import collate, read_rows
 from spillover.jobs.runs import hardware
 from spillover.jobs.schedule import lr_at
@@ -44,7 +45,7 @@ from spillover.models import LoraConfig, Model, initial, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from engine.torch.peer import adapted, leaves, tune  # noqa: E402  (found through the line above)
+from engine.torch.peer import leaves, peer_gradient, peer_in, tune  # noqa: E402  (found through the line above)
 
 PAGE = ROOT / "docs" / "numerics.md"
 TOKENS, STEPS, STOP, FIRST, BATCH = 32, 50, 45, 20, 2
@@ -105,9 +106,15 @@ def micro_batches(model: Model, count: int, size: int) -> list[MicroBatch]:
 
 
 def loaded(model: Model, longest: int, numerics: str, kernels: str, batch: int = 20) -> LoadedModel:
-    computing = engine("torch")
     work = Work("generate", batch, longest + TOKENS, numerics=numerics, device="cpu")
-    return computing.load(model, replace(computing.plan(model, work), kernels=kernels))
+    return engine("torch").load(model, replace(engine("torch").plan(model, work), kernels=kernels))
+
+
+def streamed(model: Model, work: Work) -> LoadedModel:
+    """Every pass reads every layer: three have room."""
+    plan = engine("torch").plan(model, replace(work, placement="streamed"))
+    layout = Layout.of(LayerIndex(model.index(), model.config), Drive(), slots=3)
+    return engine("torch").load(model, replace(plan, layout=layout))
 
 
 def answer(
@@ -213,11 +220,44 @@ def differing(some: Logits, others: Logits) -> str:
     return f"{bits:,} of {32 * some.size:,}"
 
 
-def trainer(model: Model, numerics: str = "float32", *, clip: float = 1.0, start: Any = None) -> Trainer:
+def streaming(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
+    """Streamed against resident: answers with their log-probabilities, and a tune."""
+    asked, columns = prompts(model), []
+    requests = [Request(str(n), tuple(ids), TOKENS, Sampling(), frozenset()) for n, ids in enumerate(asked)]
+    steps = [[batch] for batch in micro_batches(model, FIRST, BATCH)]
+    for numerics in ("float32", "bf16"):
+        work = Work("generate", 20, max(map(len, asked)) + TOKENS, numerics=numerics, device="cpu")
+        found = sorted(Scheduler(streamed(model, work)).run(requests), key=lambda one: int(one.id))
+        pairs = list(zip(found, answer(model, asked, numerics, "compiled"), strict=True))
+        equal = sum(one.tokens == other.tokens for one, other in pairs)
+        scores = [(a, b) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+        tunes = trainer(model, numerics), trainer(model, numerics, placement="streamed")
+        losses = [[one.step(s, lr=r).loss for one in tunes] for s, r in zip(steps, RATES, strict=False)]
+        columns.append(
+            (
+                f"{equal} of {len(asked)}",
+                f"{sum(a != b for a, b in scores)} of {len(scores)}",
+                f"{sum(a != b for a, b in losses)} of {len(losses)}",
+            )
+        )
+    yield from zip(*columns, strict=True)
+
+
+def trainer(
+    model: Model,
+    numerics: str = "float32",
+    *,
+    clip: float = 1.0,
+    start: Any = None,
+    placement: Placement = "resident",
+) -> Trainer:
     computing = engine("torch")
-    plan = computing.plan(model, Work("train", 8, 512, CONFIG, numerics=numerics, device="cpu"))
-    tensors = start or initial(CONFIG, model.config, 0)
-    return computing.load(model, plan).trainer(CONFIG, tensors, Optimizer(clip=clip))
+    work = Work("train", 8, 512, CONFIG, numerics=numerics, device="cpu", placement=placement)
+    if placement == "resident":
+        ready = computing.load(model, computing.plan(model, work))
+    else:
+        ready = streamed(model, work)
+    return ready.trainer(CONFIG, start or initial(CONFIG, model.config, 0), Optimizer(clip=clip))
 
 
 def training(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
@@ -247,7 +287,9 @@ def rounding(model: Model) -> Iterator[str]:
         name: array if name.endswith("_a") else source.normal(0, 0.01, array.shape).astype(np.float32)
         for name, array in initial(CONFIG, model.config, 0).items()
     }
-    exact, theirs = (peer_gradient(model, batch, start, kind) for kind in (torch.float64, torch.float32))
+    exact, theirs = (
+        peer_gradient(model.path, CONFIG, batch, start, kind) for kind in (torch.float64, torch.float32)
+    )
     training = trainer(model, clip=0.0, start=start)
     training.step([batch], lr=0.0)
     # the first moment is a tenth of the gradient, after one step
@@ -255,34 +297,6 @@ def rounding(model: Model) -> Iterator[str]:
         off = np.concatenate([(scale * found[name] - exact[name]).ravel() for name in exact])
         norm = np.linalg.norm(np.concatenate([array.ravel() for array in exact.values()]))
         yield f"{np.linalg.norm(off) / norm:.1e}"
-
-
-def peer_gradient(
-    model: Model, batch: MicroBatch, start: dict[str, np.ndarray], dtype: torch.dtype
-) -> dict[str, np.ndarray]:
-    """The gradient that PEFT computes in ``dtype``, by our names."""
-    peer = peer_in(model, start, dtype)
-    ids, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)[:, 1:]
-    present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
-    logits = peer(input_ids=ids, attention_mask=present).logits[:, :-1]
-    # the logits stay in `dtype`: rounding them would hide what is measured
-    torch.nn.functional.cross_entropy(logits[mask], ids[:, 1:][mask]).backward()
-    return {name: leaf.grad.T.numpy().astype(np.float64) for name, leaf in leaves(peer).items()}
-
-
-def peer_in(model: Model, start: dict[str, np.ndarray], dtype: torch.dtype) -> Any:
-    """PEFT's model in ``dtype``, its adapter at ``start``."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
-    if dtype == torch.float64:
-        for module in theirs.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = partial(_norm, module)
-    return adapted(theirs.requires_grad_(False).eval(), CONFIG, start).to(dtype)
-
-
-def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The norm in the dtype of its input: transformers rounds to float32 there."""
-    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 def course(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
@@ -299,7 +313,7 @@ def course(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
     rest = [again.step(step, lr=rate).loss for step, rate in [*zip(steps, RATES, strict=True)][STOP:]]
     yield (f"{max(abs(a - b) for a, b in zip(rest, losses[STOP:], strict=True)):g}",)
     start = initial(CONFIG, model.config, 0)
-    peer = peer_in(model, start, torch.float32)
+    peer = peer_in(model.path, CONFIG, start, torch.float32)
     wanted = tune(peer, steps, RATES)
     yield (apart(losses, wanted),)
     found = {name: leaf.detach().T.numpy() for name, leaf in leaves(peer).items()}
@@ -312,7 +326,8 @@ def truth(model: Model, theirs: Any) -> Iterator[tuple[str, ...]]:
     training = trainer(model)
     ours = [training.step(step, lr=rate).loss for step, rate in zip(steps, RATES, strict=False)]
     exact, wanted = (
-        tune(peer_in(model, start, kind), steps, RATES[:FIRST]) for kind in (torch.float64, torch.float32)
+        tune(peer_in(model.path, CONFIG, start, kind), steps, RATES[:FIRST])
+        for kind in (torch.float64, torch.float32)
     )
     yield (apart(ours, exact),)
     yield (apart(wanted, exact),)
@@ -364,6 +379,16 @@ SECTIONS = {
             )
         ),
         invariance,
+    ),
+    "streaming": Section(
+        "Layers streamed from the drive against resident ones",
+        ("float32", "bf16"),
+        (
+            both(f"greedy answers equal, {TOKENS} tokens", "all"),
+            both("log-probabilities that differ", "0"),
+            both(f"losses of a tune of {FIRST} steps that differ", "0"),
+        ),
+        streaming,
     ),
     "training": Section(
         "A training step",

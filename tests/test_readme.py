@@ -70,6 +70,14 @@ def test_the_main_command_ends_in_a_tuned_adapter_and_answers(tmp_path: Path, ho
 
 @pytest.mark.slow
 @pytest.mark.model
+def test_the_dry_run_is_streamed(tmp_path: Path) -> None:
+    output = shell(block("dry"), tmp_path)
+    assert "streamed on cpu" in output and "of 0.6 GB" in output
+    assert re.search(r"a pass .* reads 0\.\d+ GB from the drive", output) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.model
 def test_the_story_of_a_kill_runs_as_written(tmp_path: Path) -> None:
     output = shell(block("story"), tmp_path)
     continued = re.search(r"continuing after step (\d+) of 40", output)

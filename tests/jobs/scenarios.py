@@ -81,7 +81,8 @@ def run_job(
 
 
 def _options(folder: Path, changes: dict[str, Any]) -> JobOptions:
-    names = ("state", "stop_after", "takeover", "from_previous", "lease", "headless", "numerics")
+    names = ("state", "stop_after", "takeover", "from_previous", "lease", "headless", "numerics", "placement",
+             "memory", "dry_run")  # fmt: skip
     given = {name: changes.pop(name) for name in names if name in changes}
     return JobOptions(**{"runs": folder / "runs", "numerics": "float32", **given})
 

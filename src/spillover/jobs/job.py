@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, Stat
 from spillover.store import Store, open_store
 
 _SIZES = "--memory 2GB, --memory 1500MiB"
+_CLAUSE = re.compile(r"; (?![^(]*\))")  # not within parentheses
 
 __all__ = [
     "JobOptions",
@@ -150,7 +152,7 @@ def rehearsed(work: Work, state: str, done: int) -> Result:
     plan = work.plan
     width = max(len(name) for name, _ in plan.parts) + 2
     lines = [
-        *work.line(state, done).split("; "),
+        *_CLAUSE.split(work.line(state, done)),
         f"memory, {plan.memory_bytes / 1e9:.2f} GB in all:",
         *(f"  {name:<{width}}{size / 1e9:6.2f} GB" for name, size in plan.parts),
         f"a pass takes up to {plan.pass_tokens:,} tokens, reads {_read(plan) / 1e9:.2f} GB from the drive",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
 import torch
+import transformers
 
 from spillover.engine import MicroBatch
 from spillover.models import LoraConfig
@@ -80,3 +84,31 @@ def tune(model: peft.PeftModel, steps: Sequence[Sequence[MicroBatch]], rates: Se
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def peer_gradient(
+    path: Path, config: LoraConfig, batch: MicroBatch, start: dict[str, np.ndarray], dtype: torch.dtype
+) -> dict[str, np.ndarray]:
+    """The gradient that PEFT computes in ``dtype``, by our names."""
+    peer = peer_in(path, config, start, dtype)
+    ids, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)[:, 1:]
+    present = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
+    logits = peer(input_ids=ids, attention_mask=present).logits[:, :-1]
+    # the logits stay in `dtype`: rounding them would hide what is measured
+    torch.nn.functional.cross_entropy(logits[mask], ids[:, 1:][mask]).backward()
+    return {name: leaf.grad.T.numpy().astype(np.float64) for name, leaf in leaves(peer).items()}
+
+
+def peer_in(path: Path, config: LoraConfig, start: dict[str, np.ndarray], dtype: torch.dtype) -> Any:
+    """PEFT's model in ``dtype``, its adapter at ``start``."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if dtype == torch.float64:
+        for module in theirs.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_norm, module)
+    return adapted(theirs.requires_grad_(False).eval(), config, start).to(dtype)
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm in the dtype of its input: transformers rounds to float32 there."""
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
