@@ -14,7 +14,8 @@ import pytest
 
 from jobs.scenarios import run_job, tune_job, write_prompts
 from models.folders import tiny_llama
-from spillover.engine.ring import Drive, LayerIndex, Layout
+from spillover.engine.ring import Layout
+from spillover.engine.torch.fit import Streaming
 from spillover.errors import InputError, ModelError
 from spillover.jobs.checkpoint import KIND, read_checkpoint
 from spillover.jobs.events import Events
@@ -29,10 +30,10 @@ SPILL = Path(sys.executable).with_name("spill")
 def reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much memory there is, no layer stays: every pass reads them all."""
 
-    def smallest(layers: LayerIndex, drive: Drive, budget: int) -> Layout:
-        return Layout.of(layers, drive, slots=1)
+    def smallest(streaming: Streaming, budget: int) -> Layout:
+        return Layout.of(streaming.layers, streaming.drive, slots=1)
 
-    monkeypatch.setattr("spillover.engine.torch.fit._layout", smallest)
+    monkeypatch.setattr(Streaming, "layout", smallest)
 
 
 def losses(state: str) -> list[float]:

@@ -18,6 +18,7 @@ from spillover.engine.torch.layers import FeedForward, Layers, Linears, Resident
 from spillover.engine.torch.linear import Linear
 from spillover.engine.torch.pointwise import capped, rms_norm, rotate
 from spillover.engine.torch.rotary import Rotary
+from spillover.engine.torch.staging import staging
 from spillover.engine.torch.weights import Weights
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Decoder:
         head = weights.head if open_ring is None else weights.copied_head()
         self._head = linears.linear(-1, "head", head, None)
         self._layers: Layers = (
-            Resident(weights, linears) if open_ring is None else Streamed(weights, linears, open_ring())
+            Resident(weights, linears)
+            if open_ring is None
+            else Streamed(weights, linears, open_ring(), staging(self.dtype, self.device))
         )
 
     def hidden(

@@ -40,6 +40,7 @@ from spillover.engine.torch.plan import (
     make_plan,
 )
 from spillover.engine.torch.session import TorchSession, token_logprobs
+from spillover.engine.torch.staging import pinned
 from spillover.engine.torch.steps import CudaCapture, Eager, Recorded, Runner
 from spillover.engine.torch.train import TorchTrainer
 from spillover.engine.torch.weights import Weights
@@ -176,8 +177,10 @@ class TorchModel:
 def _ring(index: WeightIndex, config: ModelConfig, plan: Plan) -> Ring:
     """A model's layers, read in the order of generation."""
     assert plan.layout is not None
-    drive = known_drive(index.folder)
-    return Ring(LayerIndex(index, config), plan.layout, drive, forward(config.layers))
+    layers, drive, order = LayerIndex(index, config), known_drive(index.folder), forward(config.layers)
+    if plan.device == "cpu":
+        return Ring(layers, plan.layout, drive, order)
+    return Ring(layers, plan.layout, drive, order, allocate=pinned)
 
 
 class _Inference:

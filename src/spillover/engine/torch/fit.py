@@ -116,11 +116,44 @@ def resident(sizes: Sizes, work: Work, limit: int) -> Fit:
     return _training(sizes, work, limit) if work.kind == "train" else _generation(sizes, work, limit)
 
 
-def streamed(sizes: Sizes, work: Work, limit: int, layers: LayerIndex, drive: Drive) -> Fit:
+@dataclass(frozen=True)
+class Streaming:
+    """What layers are streamed from, and through.
+
+    ``places`` is how many layers are copied out of the ring's buffers: none for kernels that read them there.
+    ``host`` is the memory of the ring where products have one of their own, on a GPU; else None.
+    """
+
+    layers: LayerIndex
+    drive: Drive
+    places: int
+    host: int | None = None
+
+    @property
+    def least(self) -> int:
+        """Bytes that the usual buffers take of the memory that products have."""
+        return Layout.of(self.layers, self.drive).bytes if self.host is None else 0
+
+    def layout(self, budget: int) -> Layout:
+        """What reads least within `budget`, or the smallest there is."""
+        budget = budget if self.host is None else self.host
+        smallest = Layout.of(self.layers, self.drive, slots=2, expert_slots=2)
+        return Layout.within(self.layers, self.drive, budget) if smallest.bytes <= budget else smallest
+
+    def parts(self, layout: Layout, sizes: Sizes) -> list[tuple[str, int]]:
+        """What it takes of the memory that products have."""
+        staged = [("layer", self.places * sizes.largest_layer())] if self.places else []
+        if self.host is not None:
+            return staged
+        buffers = layout.bytes - layout.pinned_bytes
+        return [("buffers", buffers), ("layers kept", layout.pinned_bytes), *staged]
+
+
+def streamed(sizes: Sizes, work: Work, limit: int, streaming: Streaming) -> Fit:
     """Layers through a ring of buffers, what is left keeps some. The parts may exceed `limit`."""
-    if work.kind == "train":
-        return _streamed_training(sizes, work, limit, layers, drive)
-    return _streamed_generation(sizes, work, limit, layers, drive)
+    limit -= sizes.head() + streaming.places * sizes.largest_layer()
+    fit = _streamed_training if work.kind == "train" else _streamed_generation
+    return fit(sizes, work, limit, streaming)
 
 
 def _generation(sizes: Sizes, work: Work, limit: int) -> Fit:
@@ -133,21 +166,21 @@ def _generation(sizes: Sizes, work: Work, limit: int) -> Fit:
     return Fit(batch, PREFILL_TOKENS, _cache_tokens(batch, work), parts)
 
 
-def _streamed_generation(sizes: Sizes, work: Work, limit: int, layers: LayerIndex, drive: Drive) -> Fit:
+def _streamed_generation(sizes: Sizes, work: Work, limit: int, streaming: Streaming) -> Fit:
     """Rows before pinned layers: a pass costs the same with one row more, and little less with a layer less
     to read."""
-    least, row = Layout.of(layers, drive).bytes, sizes.row(work.sequence)
+    least, row = streaming.least, sizes.row(work.sequence)
     tokens = PREFILL_TOKENS
     while True:
         activations = sizes.pass_token() * max(tokens, work.sequence) + _RUNTIME
-        room = limit - sizes.head() - activations
+        room = limit - activations
         if room - least >= row or tokens <= _LEAST_TOKENS:
             break
         tokens //= 2
     batch = _rows(sizes, work, room - least)
-    layout = _layout(layers, drive, room - batch * row)
+    layout = streaming.layout(room - batch * row)
     parts = [
-        *_ring(layout),
+        *streaming.parts(layout, sizes),
         ("head", sizes.head()),
         ("activations", activations),
         ("cache", batch * row),
@@ -162,16 +195,6 @@ def _rows(sizes: Sizes, work: Work, room: int) -> int:
 
 def _cache_tokens(batch: int, work: Work) -> int:
     return batch * (work.sequence + CACHE_GRAIN)
-
-
-def _layout(layers: LayerIndex, drive: Drive, budget: int) -> Layout:
-    """What reads least within `budget`, or the smallest there is."""
-    smallest = Layout.of(layers, drive, slots=2, expert_slots=2)
-    return Layout.within(layers, drive, budget) if smallest.bytes <= budget else smallest
-
-
-def _ring(layout: Layout) -> list[tuple[str, int]]:
-    return [("buffers", layout.bytes - layout.pinned_bytes), ("layers kept", layout.pinned_bytes)]
 
 
 def _training(sizes: Sizes, work: Work, limit: int) -> Fit:
@@ -193,20 +216,21 @@ def _training(sizes: Sizes, work: Work, limit: int) -> Fit:
     return Fit(work.batch, together * longest, 0, parts, two_layouts, recompute)
 
 
-def _streamed_training(sizes: Sizes, work: Work, limit: int, layers: LayerIndex, drive: Drive) -> Fit:
+def _streamed_training(sizes: Sizes, work: Work, limit: int, streaming: Streaming) -> Fit:
     """As many sequences together as one layer's work allows: each pass reads all layers twice.
 
     The layers' inputs stay in memory before any layer does: either saves as much reading a byte.
     """
     rank, longest = _rank(work), whole(work.sequence)
-    fixed = [("head", sizes.head()), ("layer", sizes.largest_layer()), *_trained(sizes, work)]
+    fixed = _trained(sizes, work)
     sequence = (sizes.saved_token(work.sequence, rank) + sizes.backward_token()) * longest
     room = limit - sum(size for _, size in fixed)
-    free = room - Layout.of(layers, drive).bytes
+    free = room - streaming.least
     together = max(1, min(work.batch, free // sequence))
     inputs = min(together * sizes.input_token() * longest, max(0, free - together * sequence))
-    layout = _layout(layers, drive, room - together * sequence - inputs)
-    parts = [*_ring(layout), *fixed, ("activations", together * sequence), ("saved inputs", inputs)]
+    layout = streaming.layout(room - together * sequence - inputs)
+    parts = [*streaming.parts(layout, sizes), ("head", sizes.head()), *fixed]
+    parts += [("activations", together * sequence), ("saved inputs", inputs)]
     return Fit(work.batch, together * longest, 0, parts, recompute=True, saved_bytes=inputs, layout=layout)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from spillover.engine.ring import Ring, forward, forward_backward
 from spillover.engine.torch.experts import Mixture
 from spillover.engine.torch.linear import Gate, Linear
+from spillover.engine.torch.staging import Staging
 from spillover.engine.torch.weights import LayerWeights, Weights
 from spillover.errors import EngineError
 
@@ -92,18 +92,17 @@ class Resident:
 
 
 class Streamed:
-    """Each is built when its turn comes, where the one before was: only one is used at a time.
+    """Each is built when its turn comes, in memory that they share: only one is used at a time.
 
-    The buffer that it came in is free again at once. A copy costs a tenth of what the products of a usual
-    pass do; memory that is taken anew for each layer would cost as much as they.
+    A copy costs a tenth of what the products of a usual pass do; memory that is taken anew for each layer
+    would cost as much as they.
     """
 
-    def __init__(self, weights: Weights, linears: Linears, ring: Ring) -> None:
-        self._weights, self._linears, self._ring = weights, linears, ring
+    def __init__(self, weights: Weights, linears: Linears, ring: Ring, staged: Staging) -> None:
+        self._weights, self._linears, self._ring, self._staged = weights, linears, ring, staged
         self._backward = False
         self._expected: Iterator[int] = forward(weights.config.layers)
         self._left = 0  # layers that the pass under way has not asked for
-        self._matrices: dict[str, Tensor] = {}
 
     def begin(self, *, backward: bool) -> None:
         """Let the ring follow the order of this pass, if it does not do so already."""
@@ -118,16 +117,8 @@ class Streamed:
         if next(self._expected) != number:
             raise EngineError(f"layer {number} was asked for out of order")
         self._left -= 1
-        with self._ring.layer() as held:
-            weights = self._weights.streamed(held, self._room)
+        weights = self._staged.put(self._ring.layer(), self._weights.streamed)
         return built(number, weights, self._linears, self._weights.config)
-
-    def _room(self, name: str, shape: Sequence[int]) -> Tensor:
-        known = self._matrices.get(name)
-        if known is None or known.shape != tuple(shape):
-            known = torch.empty(*shape, dtype=self._weights.dtype, device=self._weights.device)
-            self._matrices[name] = known
-        return known
 
 
 def built(number: int, weights: LayerWeights, linears: Linears, config: ModelConfig) -> Layer:

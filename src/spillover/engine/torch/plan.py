@@ -11,7 +11,7 @@ from spillover.engine.ring import Drive, LayerIndex, known_drive, measure_drive
 from spillover.engine.torch import fit, steps
 from spillover.engine.torch.bound import speed_of
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
-from spillover.engine.torch.fit import Fit, Sizes
+from spillover.engine.torch.fit import Fit, Sizes, Streaming
 from spillover.engine.torch.native import decoder as native
 from spillover.errors import EngineError
 
@@ -40,8 +40,9 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
     limit = memory_limit(device) if work.memory is None else work.memory
     fitted, drive = fit.resident(sizes, work, limit), Drive()
     placement: Placement = work.placement or ("resident" if fitted.total <= limit else "streamed")
-    if placement == "streamed" and (work.placement or device.type == "cpu"):
-        fitted, drive = _streamed(model, sizes, work, limit, device)
+    if placement == "streamed":
+        kernels, without = (kernels, without) if kernels != GRAPHS else (TORCH, "")
+        fitted, drive = _streamed(model, sizes, work, limit, device, kernels)
     if fitted.total > limit:
         raise _too_large(model, work, fitted, limit)
     without += ", layers computed again in the backward to save memory" if fitted.recompute else ""
@@ -73,16 +74,19 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
     )
 
 
-def _streamed(model: Model, sizes: Sizes, work: Work, limit: int, device: torch.device) -> tuple[Fit, Drive]:
+def _streamed(
+    model: Model, sizes: Sizes, work: Work, limit: int, device: torch.device, kernels: str
+) -> tuple[Fit, Drive]:
     """How the layers are streamed, and from what; the drive is measured if that was not done before."""
-    if device.type != "cpu":
-        raise EngineError(
-            f"layers cannot be streamed to {device}", hint="use --device cpu or --placement resident"
-        )
     index, drive = model.index(), known_drive(model.path)
     if not drive.rate and index.bytes >= _WORTH_MEASURING:
         drive = measure_drive(index.files, seconds=_MEASURING)
-    return fit.streamed(sizes, work, limit, LayerIndex(index, model.config), drive), drive
+    layers = LayerIndex(index, model.config)
+    if device.type == "cpu":
+        streaming = Streaming(layers, drive, 0 if kernels == COMPILED else 1)
+    else:
+        streaming = Streaming(layers, drive, 2, host=memory_limit(torch.device("cpu")))
+    return fit.streamed(sizes, work, limit, streaming), drive
 
 
 def _too_large(model: Model, work: Work, fitted: Fit, limit: int) -> EngineError:

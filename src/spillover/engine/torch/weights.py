@@ -61,6 +61,13 @@ class LayerWeights:
     biases: dict[str, Tensor | None]
     experts: ExpertWeights | None
 
+    def small(self) -> list[Tensor]:
+        """All that is no matrix of a product."""
+        norms = (self.input_norm, self.post_norm, self.attention_output_norm, self.feedforward_output_norm)
+        router = self.experts.router if self.experts is not None else None
+        every = (*norms, self.q_norm, self.k_norm, *self.biases.values(), router)
+        return [one for one in every if one is not None]
+
 
 class Weights:
     """Reads the tensors of one model in a compute dtype and onto a device."""
@@ -205,7 +212,8 @@ class Weights:
     def _stack(self, names: Sequence[str], view: _Source, name: str, room: Room) -> Tensor:
         views = [view(one) for one in names]
         fused = room(name, (sum(one.shape[0] for one in views), *views[0].shape[1:]))
-        torch._foreach_copy_(list(torch.split(fused, [one.shape[0] for one in views])), views)
+        parts = list(torch.split(fused, [one.shape[0] for one in views]))
+        torch._foreach_copy_(parts, views, non_blocking=True)  # to a GPU, on the stream of the moment
         return fused
 
     def _read(self, name: str, view: _Source) -> Tensor:
