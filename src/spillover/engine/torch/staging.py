@@ -19,7 +19,8 @@ from torch import Tensor
 from spillover.engine.ring import Layer as Held
 from spillover.engine.torch.weights import LayerWeights, Room
 
-Copy: TypeAlias = Callable[[Held, Room], LayerWeights]
+Copy: TypeAlias = Callable[[Held, Room, Callable[[], None]], LayerWeights]
+"""Copies a layer into the room there is; the third waits for what was copied so far."""
 _PAGE = 4096
 
 
@@ -67,7 +68,7 @@ class Host:
 
     def put(self, held: Held, copy: Copy) -> LayerWeights:
         with held:
-            return copy(held, self._place)
+            return copy(held, self._place, lambda: None)
 
 
 class Device:
@@ -88,10 +89,10 @@ class Device:
             streams.wait(free, copying=True)
         try:
             with streams.copying():
-                weights = copy(held, self._places[turn])
+                weights = copy(held, self._places[turn], self._settle)
             copied = streams.record(copying=True)
         except BaseException:
-            streams.record(copying=True).synchronize()  # some of it may be under way
+            self._settle()  # some of it may be under way
             held.release()
             raise
         streams.wait(copied, copying=False)
@@ -103,6 +104,9 @@ class Device:
             before[1].synchronize()
             before[0].release()
         return weights
+
+    def _settle(self) -> None:
+        self._streams.record(copying=True).synchronize()
 
 
 class CudaStreams:

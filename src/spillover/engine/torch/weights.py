@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -123,12 +123,19 @@ class Weights:
         self._forget()
         return read
 
-    def streamed(self, held: Held, room: Room) -> LayerWeights:
-        """The layer that a ring holds, copied out of its buffer; matrices into what `room` gives for them."""
+    def streamed(self, held: Held, room: Room, settle: Callable[[], None]) -> LayerWeights:
+        """The layer that a ring holds, copied out of its buffer; matrices into what `room` gives for them.
+
+        Experts come through few buffers: `settle` waits until all was copied that was asked for.
+        """
         number = held.number
-        wanted = range(self._expert_count(number))
-        flow = (self._held(number, tensors) for _, tensors in held.experts(wanted))
-        return self._layer(number, True, self._held(number, held.tensors), flow, room)
+
+        def experts() -> Iterator[_Source]:
+            for _, tensors in held.experts(range(self._expert_count(number))):
+                yield self._held(number, tensors)
+                settle()
+
+        return self._layer(number, True, self._held(number, held.tensors), experts(), room)
 
     def _layer(
         self, number: int, matrices: bool, view: _Source, experts: Iterable[_Source], room: Room
