@@ -11,6 +11,7 @@ from engine.tiny import FAMILIES, answers, build, prompt, request
 from engine.torch.peer import micro_batch
 from spillover.engine import Optimizer, Work, engine
 from spillover.engine.ring import Drive, LayerIndex, Layout
+from spillover.engine.torch.native.decoder import NativeDecoder
 from spillover.engine.torch.recompute import Inputs
 from spillover.errors import EngineError, ModelError
 from spillover.models import MODULES, LoraConfig, initial
@@ -205,3 +206,22 @@ def test_a_shard_that_shrinks_meanwhile_is_one_line(tmp_path, kind):
             else:
                 work.admit([prompt(20, 1)])
     assert "\n" not in str(caught.value)
+
+
+def test_newcomers_join_the_pass_of_the_rows_that_are_there(llama, monkeypatch):
+    """As many passes as the longest chain of rows that follow one another has tokens."""
+    loaded, passes = both(llama[0])[1], []
+    usual = NativeDecoder.forward
+
+    def counted(decoder, stretches, cache):
+        passes.append(len(stretches))
+        return usual(decoder, stretches, cache)
+
+    monkeypatch.setattr(NativeDecoder, "forward", counted)
+    lengths = (6, 5, 4, 3, 2, 6, 5, 4)
+    answers(loaded, [request(f"r{n}", prompt(9 + n, n), count) for n, count in enumerate(lengths)])
+    ends = [0] * loaded.plan.batch
+    for count in lengths:
+        ends[ends.index(min(ends))] += count
+    assert len(passes) == max(ends)
+    assert max(passes) == loaded.plan.batch
