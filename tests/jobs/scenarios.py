@@ -15,6 +15,7 @@ import tokenizers  # noqa: F401
 import spillover.engine.torch
 import spillover.store.cloud  # noqa: F401
 from spillover.jobs import answering, job
+from spillover.jobs.distill import DistillSettings
 from spillover.jobs.events import Event, Events
 from spillover.jobs.job import JobOptions, Result
 from spillover.jobs.run import RunSettings, run_rows
@@ -69,13 +70,24 @@ def run_job(
     folder: Path, model: Path, store: Store | None = None, **changes: Any
 ) -> tuple[Result, list[Event]]:
     """Answer 12 rows, 3 at a time, a segment every 3 rows."""
+    return _rows(RunSettings, folder, model, store, changes)
+
+
+def distill_job(
+    folder: Path, model: Path, store: Store | None = None, **changes: Any
+) -> tuple[Result, list[Event]]:
+    """The same with log-probabilities, as rows to learn from."""
+    return _rows(DistillSettings, folder, model, store, changes)
+
+
+def _rows(
+    kind: type[RunSettings], folder: Path, model: Path, store: Store | None, changes: dict[str, Any]
+) -> tuple[Result, list[Event]]:
     options = _options(folder, changes)
     values: dict[str, Any] = {"model": str(model), "data": folder / "prompts.jsonl", "batch": 3}
     before, answering.SAVE_ROWS = answering.SAVE_ROWS, 3
     try:
-        return _through(
-            store, lambda events, file: run_rows(RunSettings(**values | changes), options, events, file)
-        )
+        return _through(store, lambda events, file: run_rows(kind(**values | changes), options, events, file))
     finally:
         answering.SAVE_ROWS = before
 

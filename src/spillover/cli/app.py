@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 app.command("run")(jobs.run)
+app.command("distill")(jobs.distill)
 app.command("tune")(jobs.tune)
 app.command("resume")(jobs.resume)
 app.command("stop")(inspect.stop)

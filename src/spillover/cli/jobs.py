@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spillover.jobs.job import Result
     from spillover.jobs.runs import JobFile
 
-__all__ = ["resume", "run", "tune"]
+__all__ = ["distill", "resume", "run", "tune"]
 
 T = TypeVar("T")
 ARGUMENTS = ("model", "data")
@@ -125,6 +125,50 @@ def run(
 
     Results come in the order of the input, in the OpenAI batch output format. Stop it any way you like: the
     same command continues, on this machine or another.
+    """
+    _start(ctx)
+
+
+def distill(
+    ctx: typer.Context,
+    model: Model,
+    data: Annotated[str, typer.Argument(metavar="FILE", help="A JSONL file, or `sample` for 20 questions.")],
+    out: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Generate nothing: score the replies that the rows have.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer, unless the row says.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the most likely token; 0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End an answer before this text; repeatable.")
+    ] = None,
+    logprobs: Annotated[int, typer.Option(help="Most likely tokens that are kept a position, 0 to 64.")] = 20,
+    batch: Annotated[int, typer.Option(help="Most rows at a time; memory may allow fewer.")] = 64,
+    state: State = None,
+    weights: Weights = None,
+    engine: EngineName = "torch",
+    device: Device = None,
+    numerics: NumericsName = None,
+    memory: Memory = None,
+    placement: PlacementName = None,
+    dry_run: DryRun = False,
+    headless: Headless = None,
+    config: Config = None,
+    emit_config: EmitConfig = None,
+    notify: Notify = None,
+    quiet: Quiet = False,
+    stop_after: StopAfter = None,
+    takeover: Takeover = False,
+    from_previous: FromPrevious = False,
+) -> None:
+    """Write down what a teacher answers, with the log-probabilities of its most likely tokens.
+
+    `spill tune STUDENT` learns from the rows as they are. Stop it any way you like: the same command
+    continues, on this machine or another.
     """
     _start(ctx)
 
@@ -271,16 +315,18 @@ def _perform(job: JobFile, options: dict[str, Any], events: Events) -> Result:
         from spillover.jobs.tune import TuneSettings, tune
 
         result = tune(_convert(values, TuneSettings), shared, events, job)
-    elif job.command == "run":
+    elif job.command in ("run", "distill"):
+        from spillover.jobs.distill import DistillSettings
         from spillover.jobs.run import RunSettings, run_rows
 
         if values.get("data") == "sample":
             from spillover.cli.prepare import sample_file
 
             values["data"] = str(sample_file())
-        result = run_rows(_convert(values, RunSettings), shared, events, job)
+        kind = RunSettings if job.command == "run" else DistillSettings
+        result = run_rows(_convert(values, kind), shared, events, job)
     else:
-        raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run or tune")
+        raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run, distill or tune")
     name = result.run.id if result.run else None
     if result.ending is Ending.PREEMPTED:
         events.emit("preempted", message=result.message, run=name, signal=result.signal)

@@ -78,6 +78,7 @@ class Scheduler:
         self._should_stop = should_stop
         self._rows: list[_Row] = []  # index = the session's row number
         self._newcomers: list[_Row] = []  # of the pass under way
+        self._unscored: list[_Row] = []  # came with tokens whose log-probabilities are asked for
         self._held: _Row | None = None  # pulled, but too long for the prefill pass that was being filled
         self._finished: deque[_Row] = deque()
 
@@ -89,6 +90,7 @@ class Scheduler:
         source = iter(requests)
         while not self._should_stop():
             self._newcomers = self._pull(source)
+            self._score()
             if self._newcomers or self._rows:
                 self._pass(self._newcomers)
             elif not self._finished:
@@ -123,12 +125,19 @@ class Scheduler:
         return rows
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
-        """The next request with tokens left to answer; complete ones go to the finished."""
+        """The next request with tokens left to answer; complete ones go to the finished.
+
+        None too when those are enough for a pass of scoring.
+        """
+        complete = 0
         for request in source:
             row = self._replay(request)
             if row.finish is None:
                 return row
             self._finished.append(row)
+            complete += row.most
+            if complete >= self._model.plan.pass_tokens:
+                break
         return None
 
     def _replay(self, request: Request) -> _Row:
@@ -139,11 +148,24 @@ class Scheduler:
             if row.finish is not None:
                 break
         if row.tokens and request.logprobs >= 0:
-            sequence = (*request.tokens, *row.tokens)
-            row.logprobs += self._model.score(
-                [sequence], [len(request.tokens)], top=request.logprobs, adapters=[request.adapter]
-            )[0]
+            self._unscored.append(row)
         return row
+
+    def _score(self) -> None:
+        """Log-probabilities of the tokens that rows came with, those of many rows in one pass."""
+        for top in {row.request.logprobs for row in self._unscored}:
+            rows = [row for row in self._unscored if row.request.logprobs == top]
+            scored = self._model.score(
+                [(*row.request.tokens, *row.tokens) for row in rows],
+                [len(row.request.tokens) for row in rows],
+                top=top,
+                adapters=[row.request.adapter for row in rows],
+            )
+            for row, found in zip(rows, scored, strict=True):
+                row.logprobs = found
+                row.ended = time.perf_counter() if row.finish is not None else row.ended
+            self.prefilled += sum(row.most for row in rows if row.finish is not None)
+        self._unscored.clear()
 
     def _check(self, request: Request) -> None:
         check(request.sampling)

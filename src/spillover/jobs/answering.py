@@ -13,7 +13,7 @@ from spillover.errors import EngineError, ModelError
 from spillover.jobs.data import Row, read_rows
 from spillover.jobs.interrupts import Abandoned, Ending
 from spillover.jobs.pace import Pace, Share
-from spillover.jobs.results import Answers, RowFailure
+from spillover.jobs.results import RowFailure, Target
 from spillover.jobs.saving import Saver
 from spillover.jobs.segments import KIND, Cursor, Line, Segments
 from spillover.models import StreamDecoder
@@ -61,6 +61,7 @@ class _Open:
     row: Row
     decoding: dict[str, Any]
     prompt: tuple[int, ...]
+    target: Target | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -80,7 +81,7 @@ class Answering:
         self._open: dict[int, _Open] = {}
         self._requests: dict[str, tuple[int, int]] = {}  # request id -> row number, sample
         self._fresh: list[Line] = []
-        self._answers = self._answer_format()
+        self._answers = work.settings.answers(work, session.run.id)
         self._pace = Pace()
         self._share = Share(work.plan.speed)
         self._traffic = Traffic()
@@ -142,12 +143,12 @@ class Answering:
         settings, summary = self.work.settings, self.work.summary
         start = min([*self._unfinished, self._next])
         pending, begun = set(self._unfinished), self._next
-        for row in read_rows(settings.data, "prompt", start=start, stamp=summary.stamp):
+        for row in read_rows(settings.data, settings.purpose, start=start, stamp=summary.stamp):
             if row.index < begun and row.index not in pending:
                 continue
             self._next = max(self._next, row.index + 1)
             self._unfinished.add(row.index)
-            opened = _Open(row, settings.decoding(row), self._prompt(row))
+            opened = self._opened(row)
             need = len(opened.prompt) + opened.decoding["max_tokens"]
             if need > self.work.plan.sequence:
                 self._fail(row, need)
@@ -156,8 +157,12 @@ class Answering:
             for sample in range(settings.samples):
                 yield self._request(opened, sample)
 
-    def _prompt(self, row: Row) -> tuple[int, ...]:
-        return tuple(self.work.tokenizer.prompt_ids(row.messages, tools=row.tools))
+    def _opened(self, row: Row) -> _Open:
+        settings, tokenizer = self.work.settings, self.work.tokenizer
+        target, decoding = settings.target(row, tokenizer), settings.decoding(row)
+        if target is None:
+            return _Open(row, decoding, tuple(tokenizer.prompt_ids(row.messages, tools=row.tools)))
+        return _Open(row, decoding | {"max_tokens": len(target.tokens), "stop": []}, target.prompt, target)
 
     def _request(self, opened: _Open, sample: int) -> Request:
         """A sample's request; its id, which decides its random numbers, is the row's id for the first."""
@@ -172,7 +177,7 @@ class Answering:
             stop_ids=self.work.tokenizer.stop_ids,
             stop=tuple(decoding["stop"]),
             logprobs=-1 if decoding["logprobs"] is None else decoding["logprobs"],
-            generated=tuple(self._partials.pop(name, ())),
+            generated=opened.target.tokens if opened.target else tuple(self._partials.pop(name, ())),
         )
 
     def _finish(self, completion: Completion) -> None:
@@ -271,16 +276,3 @@ class Answering:
             uri = f"{owned.store.uri}/{reference.folder}"
             self.session.events.emit("restore", step=segments.done, uri=uri, message=message)
         return segments
-
-    def _answer_format(self) -> Answers:
-        work = self.work
-        facts = {
-            "run": self.session.run.id,
-            "model": work.model.ref.spec,
-            "weights": work.model.fingerprint,
-            "input": work.summary.sha256,
-            "engine": f"{work.plan.engine} {work.engine.version}",
-            "device": work.plan.device,
-            "numerics": work.plan.numerics,
-        }
-        return Answers(work.model.ref.spec, work.tokenizer, facts)

@@ -1,14 +1,16 @@
-"""A row's answer as a line of the OpenAI batch output format, plus a ``spillover`` object.
+"""A row's answer as a line of a file: for people, and for training another model.
 
-Format: https://platform.openai.com/docs/guides/batch - ``id``, ``custom_id``, ``response`` with a chat
-completion as its body, ``error``. A row that could not be answered has ``response`` null and an error.
+`Answers` writes the OpenAI batch output format, plus a ``spillover`` object. Format:
+https://platform.openai.com/docs/guides/batch - ``id``, ``custom_id``, ``response`` with a chat completion as
+its body, ``error``. A row that could not be answered has ``response`` null and an error. `Distilled` writes
+rows that ``tune`` takes.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,7 +18,10 @@ from spillover.engine import Completion, TokenLogprob, cut
 from spillover.jobs.data import Row
 from spillover.models import Tokenizer
 
-__all__ = ["Answers", "RowFailure"]
+if TYPE_CHECKING:
+    from spillover.jobs.data.conversation import Message
+
+__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,26 @@ class RowFailure:
 
     code: str
     message: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a row is to say, as it is given: token ids of the conversation before it, and its own."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Format(Protocol):
+    """Builds result lines, without their newline."""
+
+    def line(self, row: Row, completions: list[Completion], decoding: dict[str, Any]) -> tuple[str, bytes]:
+        """The first sample's text, and the line for a row with one completion a sample."""
+        ...
+
+    def failure(self, row: Row, failure: RowFailure) -> bytes:
+        """The line for a row that cannot be answered."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,10 +95,7 @@ class Answers:
         return ours if row.expected is None else ours | {"expected": row.expected}
 
     def _choice(self, index: int, completion: Completion, stop: list[str]) -> dict[str, Any]:
-        ids = completion.tokens
-        if completion.finish == "stop" and ids and ids[-1] in self.tokenizer.stop_ids:
-            ids = ids[:-1]
-        text = cut(self.tokenizer.decode(ids), stop)
+        text = _text(self.tokenizer, completion, stop)
         logprobs = completion.logprobs
         return {
             "index": index,
@@ -88,6 +110,71 @@ class Answers:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.tokenizer.decode([token]), "token_id": token, "logprob": round(logprob, 6)}
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Builds lines that ``tune`` learns from: a conversation, what the teacher said, and how likely it was.
+
+    ``logprobs`` has, for each of the completion's tokens, its own log-probability and the most likely tokens
+    with theirs, best first, as numbers alone: a fifth of the bytes of the batch format.
+    """
+
+    tokenizer: Tokenizer
+    facts: dict[str, Any]
+
+    def line(self, row: Row, completions: list[Completion], decoding: dict[str, Any]) -> tuple[str, bytes]:
+        """The completion's text, and the line of a row; there is one sample."""
+        (completion,) = completions
+        text = _text(self.tokenizer, completion, decoding["stop"])
+        line: dict[str, Any] = {"custom_id": row.id, "messages": _before_reply(row)}
+        if row.tools:
+            line["tools"] = row.tools
+        line |= {
+            "completion": text,
+            "completion_token_ids": completion.tokens,
+            "finish_reason": completion.finish,
+            "logprobs": _numbers(completion.logprobs or []),
+            "teacher": self.facts["model"],
+        }
+        if row.expected is not None:
+            line["expected"] = row.expected
+        tokens = {"prompt": completion.prompt_tokens, "completion": len(completion.tokens)}
+        latency = round(completion.seconds, 4)
+        ours = {"row": row.index, **self.facts, "tokens": tokens, "latency_s": latency, "decoding": decoding}
+        return text, msgspec.json.encode(line | {"spillover": ours})
+
+    def failure(self, row: Row, failure: RowFailure) -> bytes:
+        """A line that is counted and goes no further: there is nothing to learn from it."""
+        error = {"code": failure.code, "message": failure.message}
+        return msgspec.json.encode({"error": error, "custom_id": row.id, "row": row.index})
+
+    @staticmethod
+    def learnable(line: bytes) -> bool:
+        """Whether a line is no failure."""
+        return not line.startswith(b'{"error":')
+
+
+def _before_reply(row: Row) -> list[Message]:
+    """The conversation up to the reply that the line has apart."""
+    given = row.reply is None and row.messages[-1]["role"] == "assistant"
+    return row.messages[:-1] if given else row.messages
+
+
+def _numbers(logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "chosen": [round(one.logprob, 6) for one in logprobs],
+        "top_token_ids": [[token for token, _ in one.top] for one in logprobs],
+        "top": [[round(value, 6) for _, value in one.top] for one in logprobs],
+    }
+
+
+def _text(tokenizer: Tokenizer, completion: Completion, stop: list[str]) -> str:
+    """What a completion says, without the token that ended it and what a stop string cuts off."""
+    ids = completion.tokens
+    if completion.finish == "stop" and ids and ids[-1] in tokenizer.stop_ids:
+        ids = ids[:-1]
+    return cut(tokenizer.decode(ids), stop)
 
 
 def _encoded(row: Row, response: Any, error: Any, ours: dict[str, Any]) -> bytes:

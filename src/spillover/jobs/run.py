@@ -20,6 +20,7 @@ from spillover.engine.estimate import Generation
 from spillover.errors import InputError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
+from spillover.jobs.data.rows import Purpose
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
 from spillover.jobs.job import (
@@ -34,6 +35,7 @@ from spillover.jobs.job import (
     unprepared,
 )
 from spillover.jobs.pace import forecast
+from spillover.jobs.results import Answers, Format, Target
 from spillover.jobs.runs import JobFile, Run, atomic_file
 from spillover.jobs.segments import KIND, Segments
 from spillover.models import Adapter, Model, Tokenizer, resolve
@@ -65,6 +67,37 @@ class RunSettings:
     samples: int = 1
     batch: int = 64
 
+    @property
+    def command(self) -> str:
+        """What a person types for it."""
+        return "run"
+
+    @property
+    def purpose(self) -> Purpose:
+        """What rows must have."""
+        return "prompt"
+
+    @property
+    def more(self) -> Identity:
+        """What its identity has beside the settings that all row jobs share."""
+        return {}
+
+    def answers(self, work: RunWork, run: str) -> Format:
+        """How results are written down."""
+        return Answers(work.model.ref.spec, work.tokenizer, work.shared_facts(run))
+
+    def published(self, line: bytes) -> bool:
+        """Whether a result line goes to where people look."""
+        return True
+
+    def next(self, results: Path) -> str:
+        """What to type after a finished job."""
+        return f"head -n 1 {results}"
+
+    def target(self, row: Row, tokenizer: Tokenizer) -> Target | None:
+        """What a row is to say, where that is given; None: the model decides."""
+        return None
+
     def __post_init__(self) -> None:
         limits = {
             "--max-tokens": (self.max_tokens, self.max_tokens >= 1),
@@ -78,7 +111,7 @@ class RunSettings:
         }
         for flag, (value, allowed) in limits.items():
             if not allowed:
-                raise InputError(f"{flag} {value} makes no sense", hint="spill run --help")
+                raise InputError(f"{flag} {value} makes no sense", hint=f"spill {self.command} --help")
         if self.out is not None and self.out.is_dir():
             raise InputError(f"--out {self.out} is a folder", hint="name a file")
         if self.samples > 1 and self.temperature == 0:
@@ -149,8 +182,8 @@ class RunWork:
     def identity(self) -> Identity:
         """What makes this the same work on any engine and machine."""
         s = self.settings
-        return {
-            "command": "run",
+        return s.more | {
+            "command": s.command,
             "weights": self.model.fingerprint,
             "adapter": _digest(self.adapter) if self.adapter else None,
             "input": self.summary.sha256,
@@ -178,6 +211,18 @@ class RunWork:
             "plan": self.plan.why,
         }
 
+    def shared_facts(self, run: str) -> dict[str, Any]:
+        """What the result lines of a run have in common."""
+        return {
+            "run": run,
+            "model": self.model.ref.spec,
+            "weights": self.model.fingerprint,
+            "input": self.summary.sha256,
+            "engine": f"{self.plan.engine} {self.engine.version}",
+            "device": self.plan.device,
+            "numerics": self.plan.numerics,
+        }
+
     @property
     def total(self) -> int:
         """Rows in all."""
@@ -187,7 +232,7 @@ class RunWork:
         """The line before the work: what, with what, how much, how long, where to."""
         s = self.settings
         parts = [
-            f"run {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
+            f"{s.command} {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
             f"{self.summary.rows:,} rows, {self.plan.batch} at a time of up to {self.plan.sequence:,} tokens",
             "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}, seed {s.seed}",
             *self._forecast(self.summary.rows - done),
@@ -226,7 +271,7 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
             with interrupts.preparation():
                 work = _work(settings, options, events)
                 label = f"{work.model.ref.spec}-{settings.data.stem}"
-                run, store = run_for("run", label, work.identity, options)
+                run, store = run_for(settings.command, label, work.identity, options)
                 document = recorded(store, work.identity, options)
                 events.engine = work.plan.engine
                 if document is not None and document.status == "completed":
@@ -241,7 +286,7 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
             return unprepared(interrupts)
     message = f"{ending.value}: {Tally.of(segments).line(work.total)}"
     if ending is Ending.DONE:
-        return Result(ending, f"{message}; {run.results}", f"head -n 1 {run.results}", run)
+        return Result(ending, f"{message}; {run.results}", settings.next(run.results), run)
     message += f"; durable at {store.uri}"
     return Result(ending, message, "the same command continues", run, interrupts.signal)
 
@@ -249,12 +294,12 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
 def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork:
     """Check and resolve everything that the settings name."""
     events.emit("stage", stage="input", message=f"reading {settings.data}")
-    summary = check_file(settings.data, "prompt")
+    summary = check_file(settings.data, settings.purpose)
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
     adapter = _adapter(model)
     tokenizer = model.tokenizer()
     computing = engine(options.engine)
-    rows = read_rows(settings.data, "prompt", stamp=summary.stamp)
+    rows = read_rows(settings.data, settings.purpose, stamp=summary.stamp)
     context = model.config.max_positions
     extent = _extent(rows, settings, tokenizer, context, events)
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
@@ -291,8 +336,12 @@ def _extent(
     extent, count = Extent(), 0
     while batch := [*islice(rows, 1000)]:
         for row in batch:
-            prompt = tokenizer.prompt_ids(row.messages, tools=row.tools)
-            answer = row.max_tokens or settings.max_tokens
+            target = settings.target(row, tokenizer)
+            if target is not None:
+                prompt, answer = list(target.prompt), len(target.tokens)
+            else:
+                prompt = tokenizer.prompt_ids(row.messages, tools=row.tools)
+                answer = row.max_tokens or settings.max_tokens
             if len(prompt) + answer <= context:
                 extent.add(prompt, answer)
         count += len(batch)
@@ -305,11 +354,10 @@ def _already_complete(work: RunWork, run: Run, store: Store, document: Control) 
     segments = Segments(State(store).open, document.current[KIND])
     _write_results(work.settings, run, segments)
     message = f"already complete: {Tally.of(segments).line(work.summary.rows)}; {run.results}"
-    return Result(Ending.DONE, message, f"head -n 1 {run.results}", run)
+    return Result(Ending.DONE, message, work.settings.next(run.results), run)
 
 
 def _write_results(settings: RunSettings, run: Run, segments: Segments) -> None:
     """Put the results, in the order of the input, where people look for them."""
-    atomic_file(run.results, segments.lines())
-    if settings.out is not None:
-        atomic_file(settings.out, segments.lines())
+    for path in (run.results, *([settings.out] if settings.out is not None else [])):
+        atomic_file(path, filter(settings.published, segments.lines()))
