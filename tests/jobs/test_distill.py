@@ -14,6 +14,7 @@ from jobs.test_placement import SPILL, killed
 from spillover.engine.torch import engine as torch_engine
 from spillover.errors import InputError
 from spillover.jobs.distill import DistillSettings
+from spillover.jobs.interrupts import Ending
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -99,9 +100,8 @@ def test_stopped_anywhere_it_writes_the_same_rows(folder: Path, tiny: Path, scor
     options: dict[str, Any] = {"data": data, "score": score, "logprobs": 2}
     distill_job(folder, tiny, state=str(folder / "whole"), out=folder / "whole.jsonl", **options)
     parts = {"state": str(folder / "parts"), "out": folder / "parts.jsonl"}
-    for _ in range(20):
-        if not (folder / "parts.jsonl").exists():
-            distill_job(folder, tiny, stop_after=5, **parts, **options)
+    endings = [distill_job(folder, tiny, stop_after=5, **parts, **options)[0].ending for _ in range(5)]
+    assert endings[0] is Ending.STOPPED and endings[-1] is Ending.DONE
     assert learned(folder / "parts.jsonl") == learned(folder / "whole.jsonl")
 
 

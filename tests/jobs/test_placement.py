@@ -163,6 +163,17 @@ def test_a_dry_run_says_what_would_be_done_and_begins_nothing(folder: Path, tiny
     assert not made & {"s", "runs", "state"}
 
 
+@pytest.mark.parametrize("job", ["tune", "run"])
+def test_a_dry_run_of_finished_work_writes_nothing_either(folder: Path, tiny: Path, job: str) -> None:
+    perform: Any = tune_job if job == "tune" else run_job
+    perform(folder, tiny, state=str(folder / "s"))
+    out = {"out": folder / "again.jsonl"} if job == "run" else {}
+    shutil.rmtree(folder / "home" / "adapters", ignore_errors=True)
+    result, _ = perform(folder, tiny, state=str(folder / "s"), dry_run=True, **out)
+    assert result.message.endswith("nothing was begun")
+    assert not (folder / "again.jsonl").exists() and not (folder / "home" / "adapters").exists()
+
+
 def test_a_dry_run_counts_what_is_left(folder: Path, tiny: Path) -> None:
     shutil.rmtree(folder / "runs", ignore_errors=True)
     run_job(folder, tiny, state=str(folder / "s"), stop_after=6)
@@ -172,7 +183,10 @@ def test_a_dry_run_counts_what_is_left(folder: Path, tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"memory": "much"}, "'much' is no size"), ({"placement": "disk"}, "--placement disk is unknown")],
+    [
+        ({"memory": "much"}, "--memory 'much' is no size"),
+        ({"placement": "disk"}, "--placement disk is unknown"),
+    ],
 )
 def test_a_wrong_option_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:

@@ -281,7 +281,7 @@ def execute(job: JobFile) -> None:
         except SpillError as error:
             events.emit("error", message=str(error), hint=error.hint)
             raise
-    _tell(result, options.get("notify"), shown.text, quiet)
+    _tell(result, None if options.get("dry_run") else options.get("notify"), shown.text, quiet)
     raise typer.Exit(result.ending.code)
 
 
@@ -331,7 +331,7 @@ def _perform(job: JobFile, options: dict[str, Any], events: Events) -> Result:
     if result.ending is Ending.PREEMPTED:
         events.emit("preempted", message=result.message, run=name, signal=result.signal)
     else:
-        complete = result.ending is Ending.DONE
+        complete = result.ending is Ending.DONE and not shared.dry_run
         events.emit("done", message=result.message, run=name, complete=complete, seconds=events.seconds)
     return result
 

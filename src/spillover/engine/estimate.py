@@ -168,7 +168,7 @@ class Speed:
     """What one model does on one machine. ``costs`` None: they were not measured there.
 
     What prompts have in common is computed once, in whole blocks of ``block`` tokens; 0: it is not.
-    ``streamed`` bytes of weights come from the drive in every pass; a training step passes twice.
+    ``streamed`` bytes of weights come from the drive in every pass, in training there and back.
     """
 
     shape: Shape
@@ -232,7 +232,7 @@ class Speed:
         shape = self.shape
         products = 4 * (tokens * shape.weights + targets * shape.head)
         attention = 12 * seen * shape.layers * shape.queries
-        return Traffic(2 * passes * shape.bytes, products + attention, 2 * passes * self.streamed)
+        return Traffic(2 * passes * shape.bytes, products + attention, passes * self.streamed)
 
     def _pass(self, costs: Costs, tokens: float, logits: float, attention: float) -> float:
         """Seconds of one pass; `attention` is per token, query dimension and layer."""

@@ -89,7 +89,7 @@ class Scheduler:
         """
         source = iter(requests)
         while not self._should_stop():
-            self._newcomers = self._pull(source)
+            self._pull(source)
             self._score()
             if self._newcomers or self._rows:
                 self._pass(self._newcomers)
@@ -107,10 +107,10 @@ class Scheduler:
         rows = (*self._finished, *self._rows, *self._newcomers, *held)
         return {row.request.id: list(row.tokens) for row in rows}
 
-    def _pull(self, source: Iterator[Request]) -> list[_Row]:
-        """Rows for one prefill pass: as many as the session has room for, within the tokens of a pass."""
-        rows: list[_Row] = []
-        room = self._model.plan.pass_tokens
+    def _pull(self, source: Iterator[Request]) -> None:
+        """Newcomers for one pass: as many as the session has room for, within the tokens of a pass."""
+        rows = self._newcomers  # at once, so that an interruption finds them there
+        room = self._model.plan.pass_tokens - (len(self._rows) if self._session.joins else 0)
         while len(self._rows) + len(rows) < self._session.slots:
             row = self._held or self._next(source)
             self._held = None
@@ -122,7 +122,6 @@ class Scheduler:
                 self._held = row
                 break
             rows.append(row)
-        return rows
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
         """The next request with tokens left to answer; complete ones go to the finished.
@@ -239,9 +238,9 @@ class Scheduler:
             row = self._rows[number]
             if row.finish is not None:
                 self._session.release(number)
+                self._finished.append(row)
                 self._rows[number] = self._rows[-1]
                 self._rows.pop()
-                self._finished.append(row)
 
 
 def _no_stream() -> TextStream:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spillover.engine.estimate import Speed
 
 if TYPE_CHECKING:
-    from spillover.engine.ring import Layout
+    from spillover.engine.ring import Drive, Layout
     from spillover.models import Adapter, Model
     from spillover.models.lora import LoraConfig
 
@@ -112,13 +112,14 @@ class Plan:
     """What an engine will do and what it takes. ``parts`` names the bytes that add up to ``memory_bytes``.
 
     A model is resident, or its layers are streamed from the drive in every pass through buffers of a
-    ``layout``, which keeps some of them in memory.
+    ``layout``, which keeps some of them in memory; ``drive`` is how it is read.
     ``batch`` is at most the wanted one, ``cache_tokens`` the positions of all rows together. ``pass_tokens``
     bounds the tokens of one forward pass: newcomers in a prefill, sequences of a micro-batch in training.
     ``kernels`` says what computes, ``why`` is one printable line. In training, ``two_layouts`` lays weights
     out for both directions, at twice their bytes, and ``recompute`` keeps only the inputs of layers for the
     backward; of these inputs ``saved_bytes`` stay in memory and the rest waits on disk, None where all stay.
-    ``speed`` is what is known of how fast it goes.
+    ``read_bytes`` come from the drive in a pass, about, there and back in training. ``speed`` is what is
+    known of how fast it goes.
     """
 
     engine: str
@@ -137,7 +138,9 @@ class Plan:
     two_layouts: bool = False
     recompute: bool = False
     saved_bytes: int | None = None
+    read_bytes: int = 0
     layout: Layout | None = None
+    drive: Drive | None = None
     speed: Speed | None = None
 
 
@@ -164,7 +167,8 @@ class Session(Protocol):
     """Rows being generated and their KV cache. Rows are numbered 0..n-1 without gaps.
 
     ``shared`` counts tokens of prompts that were not computed again, because an earlier one began alike.
-    ``joins`` says that newcomers can share a pass with the rows that are there.
+    ``joins`` says that newcomers can share a pass with the rows that are there. After a pass that raised or
+    was interrupted a session is of no more use.
     """
 
     slots: int

@@ -77,7 +77,7 @@ class Answering:
         self._unfinished = {
             *self._segments.cursor.open
         }  # rows begun and not done, by earlier processes or this
-        self._partials = dict(self._segments.partials)  # of rows that are still to be taken up again
+        self._partials = dict(self._segments.partials)  # of rows that are not finished yet
         self._open: dict[int, _Open] = {}
         self._requests: dict[str, tuple[int, int]] = {}  # request id -> row number, sample
         self._fresh: list[Line] = []
@@ -177,12 +177,13 @@ class Answering:
             stop_ids=self.work.tokenizer.stop_ids,
             stop=tuple(decoding["stop"]),
             logprobs=-1 if decoding["logprobs"] is None else decoding["logprobs"],
-            generated=opened.target.tokens if opened.target else tuple(self._partials.pop(name, ())),
+            generated=opened.target.tokens if opened.target else tuple(self._partials.get(name, ())),
         )
 
     def _finish(self, completion: Completion) -> None:
         """Take a finished sample; the row is done with its last one."""
         number, sample = self._requests.pop(completion.id)
+        self._partials.pop(completion.id, None)
         opened = self._open[number]
         opened.completions[sample] = completion
         if len(opened.completions) < self.work.settings.samples:

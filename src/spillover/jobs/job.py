@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from spillover.engine import Placement, Plan
 from spillover.engine import Work as Asked
@@ -25,7 +25,6 @@ from spillover.sizes import parse_size
 from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
 from spillover.store import Store, open_store
 
-_SIZES = "--memory 2GB, --memory 1500MiB"
 _CLAUSE = re.compile(r"; (?![^(]*\))")  # not within parentheses
 
 __all__ = [
@@ -68,9 +67,9 @@ class JobOptions:
     weights: str | None = None
     engine: str = "torch"
     device: str | None = None
-    numerics: Numerics | None = None
+    numerics: str | None = None
     memory: str | None = None
-    placement: Placement | None = None
+    placement: str | None = None
     dry_run: bool = False
     headless: bool = False
     stop_after: int | None = None
@@ -86,7 +85,7 @@ class JobOptions:
         if self.placement not in (None, "resident", "streamed"):
             raise InputError(f"--placement {self.placement} is unknown", hint="use resident or streamed")
         if self.memory is not None:
-            parse_size(self.memory, _SIZES)
+            _ = self.memory_bytes
         if self.stop_after is not None and self.stop_after < 1:
             raise InputError(
                 f"--stop-after must be at least 1, not {self.stop_after}", hint="--stop-after 10"
@@ -95,14 +94,15 @@ class JobOptions:
     @property
     def memory_bytes(self) -> int | None:
         """`memory` in bytes."""
-        return None if self.memory is None else parse_size(self.memory, _SIZES)
+        try:
+            return None if self.memory is None else parse_size(self.memory)
+        except InputError as error:
+            raise InputError(f"--memory {error}", hint="--memory 2GB, --memory 1500MiB") from None
 
     def asking(self, kind: Kind, batch: int, sequence: int, lora: LoraConfig | None = None) -> Asked:
         """What to ask of an engine."""
-        memory = self.memory_bytes
-        return Asked(
-            kind, batch, sequence, lora, self.numerics, self.device, memory=memory, placement=self.placement
-        )
+        numerics, placement = cast("Numerics | None", self.numerics), cast("Placement | None", self.placement)
+        return Asked(kind, batch, sequence, lora, numerics, self.device, self.memory_bytes, placement)
 
 
 class Work(Protocol):
@@ -155,14 +155,11 @@ def rehearsed(work: Work, state: str, done: int) -> Result:
         *_CLAUSE.split(work.line(state, done)),
         f"memory, {plan.memory_bytes / 1e9:.2f} GB in all:",
         *(f"  {name:<{width}}{size / 1e9:6.2f} GB" for name, size in plan.parts),
-        f"a pass takes up to {plan.pass_tokens:,} tokens, reads {_read(plan) / 1e9:.2f} GB from the drive",
+        f"a pass takes up to {plan.pass_tokens:,} tokens, "
+        f"reads {plan.read_bytes / 1e9:.2f} GB from the drive",
         "nothing was begun",
     ]
     return Result(Ending.DONE, "\n".join(lines), "the same command without --dry-run", None)
-
-
-def _read(plan: Plan) -> int:
-    return 0 if plan.layout is None else plan.layout.pass_bytes
 
 
 def unprepared(interrupts: Interrupts) -> Result:

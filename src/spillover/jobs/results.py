@@ -147,7 +147,8 @@ class Distilled:
     def failure(self, row: Row, failure: RowFailure) -> bytes:
         """A line that is counted and goes no further: there is nothing to learn from it."""
         error = {"code": failure.code, "message": failure.message}
-        return msgspec.json.encode({"error": error, "custom_id": row.id, "row": row.index})
+        ours = {"row": row.index, **self.facts}
+        return msgspec.json.encode({"error": error, "custom_id": row.id, "spillover": ours})
 
     @staticmethod
     def learnable(line: bytes) -> bool:

@@ -274,10 +274,10 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
                 run, store = run_for(settings.command, label, work.identity, options)
                 document = recorded(store, work.identity, options)
                 events.engine = work.plan.engine
-                if document is not None and document.status == "completed":
-                    return _already_complete(work, run, store, document)
                 if options.dry_run:
                     return rehearsed(work, store.uri, done_so_far(document))
+                if document is not None and document.status == "completed":
+                    return _already_complete(work, run, store, document)
             with open_session(job, run, store, work, options, events, interrupts) as session:
                 ending, segments = Answering(work, session).run()
                 if ending is not Ending.PREEMPTED:
@@ -304,7 +304,8 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     extent = _extent(rows, settings, tokenizer, context, events)
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
-    plan = computing.plan(model, options.asking("generate", batch, longest))
+    worn = adapter.config if adapter else None
+    plan = computing.plan(model, options.asking("generate", batch, longest, worn))
     return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
 
 

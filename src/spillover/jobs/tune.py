@@ -211,10 +211,12 @@ def tune(settings: TuneSettings, options: JobOptions, events: Events, job: JobFi
                 run, store = run_for("tune", settings.name, work.identity, options)
                 document = recorded(store, work.identity, options)
                 events.engine = work.plan.engine
+                if options.dry_run:
+                    if document is None or document.status != "completed":
+                        adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
+                    return rehearsed(work, store.uri, done_so_far(document))
                 if document is not None and document.status == "completed":
                     return _already_complete(work, run, store, document)
-                if options.dry_run:
-                    return rehearsed(work, store.uri, done_so_far(document))
                 adapter_folders.check_name(settings.name, overwrite=settings.overwrite)
             session = open_session(job, run, store, work, options, events, interrupts)
             ending, trained = Training(work, cleanup.enter_context(session)).run()

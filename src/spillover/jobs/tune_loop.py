@@ -115,7 +115,9 @@ class Training:
         if speed is None:
             return Traffic()
         lengths = np.concatenate([batch.lengths for batch in batches])
-        return speed.trained(len(batches), int(lengths.sum()), targets, int((lengths**2).sum()) // 2)
+        most = self.work.plan.pass_tokens
+        passes = sum(-(-int(batch.lengths.sum()) // most) for batch in batches)
+        return speed.trained(passes, int(lengths.sum()), targets, int((lengths**2).sum()) // 2)
 
     def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
         return collate([self.work.examples.example(int(index)) for index in indices])

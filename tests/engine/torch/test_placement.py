@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +11,15 @@ import pytest
 
 from engine.tiny import FAMILIES, answers, build, prompt, request
 from engine.torch.peer import micro_batch
-from spillover.engine import Optimizer, Work, engine
-from spillover.engine.ring import Drive, LayerIndex, Layout
+from spillover.engine import Optimizer, Scheduler, Work, engine
+from spillover.engine.ring import Drive, LayerIndex, Layout, Ring
+from spillover.engine.torch.fit import Streaming
+from spillover.engine.torch.layers import Streamed
+from spillover.engine.torch.lora import parameters
 from spillover.engine.torch.native.decoder import NativeDecoder
+from spillover.engine.torch.native.session import NativeSession
 from spillover.engine.torch.recompute import Inputs
+from spillover.engine.torch.weights import Weights
 from spillover.errors import EngineError, ModelError
 from spillover.models import MODULES, LoraConfig, initial
 
@@ -64,6 +71,18 @@ def test_layers_are_streamed_without_compiled_kernels_too(built, monkeypatch):
         assert streamed.plan.kernels == "torch"
         expected, found = answers(resident, requests()), answers(streamed, requests())
         assert [found[key].tokens for key in expected] == [one.tokens for one in expected.values()]
+        assert [found[key].logprobs for key in expected] == [one.logprobs for one in expected.values()]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_an_expert_with_one_token_is_the_same_bits(built, name):
+    """A product of a single row has a kernel of its own."""
+    resident, streamed = (
+        trainer(built(name)[0], one, FAMILIES[name].targets) for one in ("resident", "streamed")
+    )
+    for step in range(12):
+        short = [micro_batch([prompt(3 + step % 4, step)], [1])]
+        assert streamed.step(short, lr=1e-2) == resident.step(short, lr=1e-2)
 
 
 def batches(step, rows=2):
@@ -133,20 +152,24 @@ def test_a_full_disk_under_the_inputs_is_one_line_and_no_step(llama, monkeypatch
 
 
 @pytest.mark.parametrize("layer", range(6))
-def test_a_step_that_was_given_up_anywhere_leaves_nothing_behind(llama, monkeypatch, layer):
-    """Between two layers of the forward pass, and of the backward pass."""
+@pytest.mark.parametrize("place", [(Streamed, "__getitem__"), (Ring, "layer"), (Weights, "streamed")])
+def test_a_step_that_was_given_up_anywhere_leaves_nothing_behind(llama, monkeypatch, place, layer):
+    """At any layer of the forward pass and of the backward pass, before, while and after it is waited for."""
     streamed, expected = (trainer(llama[0], "streamed") for _ in range(2))
-    taken, usual = iter(range(100)), type(streamed._decoder._layers).__getitem__
+    taken, usual = iter(range(100)), getattr(*place)
 
-    def given_up(layers, number):
+    def given_up(*args):
         if next(taken) == layer:
             raise KeyboardInterrupt
-        return usual(layers, number)
+        return usual(*args)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(type(streamed._decoder._layers), "__getitem__", given_up)
-        with pytest.raises(KeyboardInterrupt):
-            streamed.step(batches(0), lr=1e-2)
+    for perform in (streamed.evaluate, functools.partial(streamed.step, lr=1e-2)):
+        with monkeypatch.context() as broken:
+            broken.setattr(*place, given_up)
+            with contextlib.suppress(KeyboardInterrupt):  # an evaluation has only half as many
+                perform(batches(0)[:1])
+        taken = iter(range(100))
+        streamed.restore(expected.state())
     assert streamed.evaluate(batches(1)) == expected.evaluate(batches(1))
     for step in range(2):
         assert streamed.step(batches(step), lr=1e-2) == expected.step(batches(step), lr=1e-2)
@@ -225,3 +248,82 @@ def test_newcomers_join_the_pass_of_the_rows_that_are_there(llama, monkeypatch):
         ends[ends.index(min(ends))] += count
     assert len(passes) == max(ends)
     assert max(passes) == loaded.plan.batch
+
+
+def test_newcomers_leave_room_for_the_rows_that_are_there(llama, monkeypatch):
+    """In a short pass too: what did not fit would be another pass over all layers."""
+    plan = replace(tight(llama[0], batch=8), pass_tokens=40)
+    sweeps, asked = [], []
+    usual, decode, admit = NativeDecoder.forward, NativeSession.decode, NativeSession.admit
+    monkeypatch.setattr(NativeDecoder, "forward", lambda *args: (sweeps.append(1), usual(*args))[1])
+    monkeypatch.setattr(NativeSession, "decode", lambda *args: (asked.append(1), decode(*args))[1])
+    monkeypatch.setattr(NativeSession, "admit", lambda *args: (asked.append(1), admit(*args))[1])
+    answers(engine("torch").load(llama[0], plan), [request(f"r{n}", prompt(19, n), 9) for n in range(12)])
+    assert len(sweeps) == len(asked) > 12
+
+
+@pytest.mark.parametrize("kind", ["read", "open"])
+def test_an_embedding_that_cannot_be_read_is_one_line(llama, monkeypatch, kind):
+    def broken(*args):
+        raise OSError(5, "Input/output error")
+
+    model = engine("torch").load(llama[0], tight(llama[0]))
+    with monkeypatch.context() as failing:
+        failing.setattr(f"spillover.engine.torch.rows.os.{'preadv' if kind == 'read' else 'open'}", broken)
+        with pytest.raises(ModelError, match=r"safetensors cannot be read for tensor .*: Input/output"):
+            model.session().admit([prompt(9, 1)])
+
+
+def test_a_session_says_that_a_pass_was_given_up(llama, monkeypatch):
+    session = engine("torch").load(llama[0], tight(llama[0])).session()
+    session.admit([prompt(9, 1)])
+    with monkeypatch.context() as broken:
+        broken.setattr(Ring, "layer", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.decode([3])
+    with pytest.raises(EngineError, match="given up"):
+        session.decode([3])
+
+
+def test_rows_that_were_begun_keep_their_tokens_wherever_a_pass_is_given_up(llama, monkeypatch):
+    """Also while what they came with is scored."""
+    model = engine("torch").load(llama[0], tight(llama[0]))
+    begun = [replace(one, generated=prompt(3, n)) for n, one in enumerate(requests())]
+    for place in ("score", "session"):
+        scheduler = Scheduler(model)
+        with monkeypatch.context() as broken:
+            if place == "score":
+                broken.setattr(type(model), "score", lambda *_, **__: 1 / 0)
+            else:
+                broken.setattr(type(scheduler._session), "admit", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                next(scheduler.run(iter(begun[:3])))
+        assert scheduler.partials() == {one.id: list(one.generated) for one in begun[:3]}
+
+
+def test_what_rows_came_with_is_scored_in_one_pass(llama, monkeypatch):
+    model, scored = engine("torch").load(llama[0], tight(llama[0])), []
+    usual = type(model).score
+    monkeypatch.setattr(
+        type(model), "score", lambda *args, **more: (scored.append(1), usual(*args, **more))[1]
+    )
+    begun = [replace(one, generated=prompt(3, n)) for n, one in enumerate(requests()[:4])]
+    assert len(answers(model, begun)) == 4
+    assert len(scored) == 1
+
+
+def test_an_adapter_counts(llama):
+    lora = LoraConfig(rank=64, alpha=8.0)
+    bare, worn = planned(llama[0]), planned(llama[0], lora=lora)
+    adapter = dict(worn.parts)["adapter"]
+    assert worn.memory_bytes - bare.memory_bytes == adapter > 4 * parameters(llama[0].config, lora)
+
+
+def test_a_tune_reads_there_and_back_and_a_mixture_what_is_routed_to(built):
+    model = built("qwen3-moe")[0]
+    layers = LayerIndex(model.index(), model.config)
+    layout = Layout.of(layers, Drive(), slots=2)
+    streaming = Streaming(layers, Drive(), 0, rule=model.config.experts)
+    one, many = (streaming.read(layout, tokens) for tokens in (1, 1000))
+    assert one < many <= layout.pass_bytes
+    assert streaming.read_twice(layout) == round(2 * layout.pass_bytes * (1 - 2 / model.config.layers))

@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_refused_in_one_line(llama, monkeypatch):
     monkeypatch.setattr("spillover.engine.torch.plan.memory_limit", lambda _: 1 << 20)
     with pytest.raises(
         EngineError,
-        match=r"needs .* GB \(buffers .*\) even with its layers streamed .*, but 0.0 GB may be used \(75% ",
+        match=r"needs .* GB \(buffers .*\) even with its layers streamed .*, but 1 MB may be used \(75% ",
     ) as caught:
         plan(llama[0])
     assert caught.value.hint

@@ -42,6 +42,8 @@ class Decoder:
         self.rotaries = [Rotary(rope, weights.dtype, weights.device) for rope in distinct]
         self._rotary_of = [distinct.index(rope) for rope in self.config.ropes]
         self._embed = weights.embed if open_ring is None else weights.embed_from_file
+        if open_ring is not None:
+            weights.open_rows()
         # rounded as the families that scale their embeddings round it
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=weights.dtype).item()
         self._norm = weights.norm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.protocol import Floats, Optimizer, Plan, Session, TokenLogprob, Work
-from spillover.engine.ring import LayerIndex, Ring, forward, known_drive
+from spillover.engine.ring import Drive, LayerIndex, Ring, forward
 from spillover.engine.torch.attention import Causal
 from spillover.engine.torch.decoder import Decoder
 from spillover.engine.torch.device import measured
@@ -105,6 +105,8 @@ class TorchModel:
             result += score(
                 [sequences[i] for i in group], [starts[i] for i in group], top, [worn[i] for i in group]
             )
+        if self.plan.kernels == COMPILED:
+            self._native.forget()
         return result
 
     def trainer(
@@ -177,7 +179,7 @@ class TorchModel:
 def _ring(index: WeightIndex, config: ModelConfig, plan: Plan) -> Ring:
     """A model's layers, read in the order of generation."""
     assert plan.layout is not None
-    layers, drive, order = LayerIndex(index, config), known_drive(index.folder), forward(config.layers)
+    layers, drive, order = LayerIndex(index, config), plan.drive or Drive(), forward(config.layers)
     if plan.device == "cpu":
         return Ring(layers, plan.layout, drive, order)
     return Ring(layers, plan.layout, drive, order, allocate=pinned)

@@ -12,9 +12,12 @@ from spillover.engine.torch.linear import Packed
 from spillover.engine.torch.lora import parameters
 from spillover.engine.torch.packing import whole
 from spillover.engine.torch.tiles import KEPT_LENGTH
+from spillover.engine.torch.weights import FUSED
 from spillover.errors import EngineError
 from spillover.models import ModelConfig
-from spillover.models.index import layer_tensors
+from spillover.models.config import Experts
+from spillover.models.index import layer_tensors, linears
+from spillover.models.lora import LoraConfig
 
 PREFILL_TOKENS = 2048  # newcomers' tokens in one pass: enough to keep the products large
 LOGIT_BYTES = 64 << 20  # float32 logits alive at once in a loss or a score
@@ -35,6 +38,7 @@ class Fit:
     recompute: bool = False
     saved_bytes: int | None = None
     layout: Layout | None = None
+    read_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -72,6 +76,20 @@ class Sizes:
         """A token of an inference pass: the widest moment of a layer."""
         c = self.config
         return self.width * (4 * c.hidden_size + 4 * self._inner() + 3 * c.heads * c.head_dim)
+
+    def worn(self, lora: LoraConfig | None) -> int:
+        """An adapter that rows wear: as it is kept, and beside the fused products."""
+        if lora is None:
+            return 0
+        beside = 0
+        for number in range(self.config.layers):
+            modules = linears(self.config, number)
+            for names in FUSED.values():
+                inside = [modules[name] for name in names if name in modules]
+                rank = lora.rank * sum(name in modules and name in lora.targets for name in names)
+                if rank:
+                    beside += rank * (inside[0][0] + sum(outputs for _, outputs in inside))
+        return 4 * parameters(self.config, lora) + self.width * beside
 
     def training_weights(self, layouts: int) -> int:
         """Weights with the products in so many layouts; the head is read as it lies in the file."""
@@ -128,6 +146,7 @@ class Streaming:
     drive: Drive
     places: int
     host: int | None = None
+    rule: Experts | None = None
 
     @property
     def least(self) -> int:
@@ -139,6 +158,21 @@ class Streaming:
         budget = budget if self.host is None else self.host
         smallest = Layout.of(self.layers, self.drive, slots=2, expert_slots=2)
         return Layout.within(self.layers, self.drive, budget) if smallest.bytes <= budget else smallest
+
+    def read(self, layout: Layout, tokens: int) -> int:
+        """Bytes that a pass of `tokens` tokens reads, each routed to experts as if by chance."""
+        there = [number for number in range(len(self.layers.layers)) if number not in layout.pinned]
+        shared = sum(self.layers.layers[number].size for number in there) if layout.slots < len(there) else 0
+        experts = sum(part.size for number in there for part in self.layers.experts[number])
+        if self.places or self.rule is None:  # torch's kernels take all of a layer
+            return shared + experts
+        missed = (1 - self.rule.per_token / self.rule.count) ** tokens
+        return shared + round((1 - missed) * experts)
+
+    def read_twice(self, layout: Layout) -> int:
+        """Bytes that a training pass reads: what lies in buffers when it turns is not read again."""
+        there = len(self.layers.layers) - len(layout.pinned)
+        return round(2 * layout.pass_bytes * max(0.0, 1 - layout.slots / there)) if there else 0
 
     def parts(self, layout: Layout, sizes: Sizes) -> list[tuple[str, int]]:
         """What it takes of the memory that products have."""
@@ -159,6 +193,7 @@ def streamed(sizes: Sizes, work: Work, limit: int, streaming: Streaming) -> Fit:
 def _generation(sizes: Sizes, work: Work, limit: int) -> Fit:
     fixed = [
         ("weights", sizes.weights()),
+        ("adapter", sizes.worn(work.lora)),
         ("activations", sizes.pass_token() * max(PREFILL_TOKENS, work.sequence) + _RUNTIME),
     ]
     batch = _rows(sizes, work, limit - sum(size for _, size in fixed))
@@ -173,7 +208,7 @@ def _streamed_generation(sizes: Sizes, work: Work, limit: int, streaming: Stream
     tokens = PREFILL_TOKENS
     while True:
         activations = sizes.pass_token() * max(tokens, work.sequence) + _RUNTIME
-        room = limit - activations
+        room = limit - activations - sizes.worn(work.lora)
         if room - least >= row or tokens <= _LEAST_TOKENS:
             break
         tokens //= 2
@@ -182,10 +217,12 @@ def _streamed_generation(sizes: Sizes, work: Work, limit: int, streaming: Stream
     parts = [
         *streaming.parts(layout, sizes),
         ("head", sizes.head()),
+        ("adapter", sizes.worn(work.lora)),
         ("activations", activations),
         ("cache", batch * row),
     ]
-    return Fit(batch, tokens, _cache_tokens(batch, work), parts, layout=layout)
+    read = streaming.read(layout, batch)
+    return Fit(batch, tokens, _cache_tokens(batch, work), parts, layout=layout, read_bytes=read)
 
 
 def _rows(sizes: Sizes, work: Work, room: int) -> int:
@@ -231,7 +268,17 @@ def _streamed_training(sizes: Sizes, work: Work, limit: int, streaming: Streamin
     layout = streaming.layout(room - together * sequence - inputs)
     parts = [*streaming.parts(layout, sizes), ("head", sizes.head()), *fixed]
     parts += [("activations", together * sequence), ("saved inputs", inputs)]
-    return Fit(work.batch, together * longest, 0, parts, recompute=True, saved_bytes=inputs, layout=layout)
+    read = streaming.read_twice(layout)
+    return Fit(
+        work.batch,
+        together * longest,
+        0,
+        parts,
+        recompute=True,
+        saved_bytes=inputs,
+        layout=layout,
+        read_bytes=read,
+    )
 
 
 def _packed(work: Work) -> list[tuple[bool, bool]]:

@@ -114,10 +114,12 @@ class Streamed:
         self._left = 2 * count if backward else count
 
     def __getitem__(self, number: int) -> Layer:
-        if next(self._expected) != number:
+        held = self._ring.layer()
+        if not next(self._expected) == number == held.number:
+            held.release()
             raise EngineError(f"layer {number} was asked for out of order")
-        self._left -= 1
-        weights = self._staged.put(self._ring.layer(), self._weights.streamed)
+        weights = self._staged.put(held, self._weights.streamed)
+        self._left -= 1  # not before: whatever is given up here, the next pass begins anew
         return built(number, weights, self._linears, self._weights.config)
 
 

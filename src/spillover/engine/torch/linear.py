@@ -85,18 +85,25 @@ class Packed:
         return self._binary(x, other, "mul")
 
     def _unary(self, x: Tensor, after: str, algorithm: str) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, after, [], algorithm)
-        return y
+        product = torch.ops.mkldnn._linear_pointwise
+        y: Tensor = product(_two(x), self._weight, self._bias, after, [], algorithm)
+        return y[: len(x)]
 
     def _binary(self, x: Tensor, other: Tensor, after: str) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, other, self._weight, self._bias, after)
-        return y
+        product = torch.ops.mkldnn._linear_pointwise
+        y: Tensor = product(_two(x), _two(other), self._weight, self._bias, after)
+        return y[: len(x)]
 
     @staticmethod
     def available() -> bool:
         """Whether this build of torch has oneDNN's linear operators."""
         built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         return bool(built) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _two(x: Tensor) -> Tensor:
+    """At least two rows: a single one has a kernel that sums in an order of its own, by the layout."""
+    return x.expand(2, -1) if len(x) == 1 else x
 
 
 class Frozen:

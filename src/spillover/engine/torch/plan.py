@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from spillover.engine.torch.bound import speed_of
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
 from spillover.engine.torch.fit import Fit, Sizes, Streaming
 from spillover.engine.torch.native import decoder as native
-from spillover.errors import EngineError
+from spillover.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
     from spillover.models import Model, ModelConfig
@@ -38,20 +39,20 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
     kernels, without = _kernels(model.config, device, work)
     sizes = Sizes(model.config, DTYPES[numerics].itemsize)
     limit = memory_limit(device) if work.memory is None else work.memory
-    fitted, drive = fit.resident(sizes, work, limit), Drive()
+    fitted, drive = fit.resident(sizes, work, limit), None
     placement: Placement = work.placement or ("resident" if fitted.total <= limit else "streamed")
     if placement == "streamed":
         kernels, without = (kernels, without) if kernels != GRAPHS else (TORCH, "")
         fitted, drive = _streamed(model, sizes, work, limit, device, kernels)
     if fitted.total > limit:
         raise _too_large(model, work, fitted, limit)
-    without += ", layers computed again in the backward to save memory" if fitted.recompute else ""
     speed = speed_of(model.config, work.kind, numerics, kernels) if device.type == "cpu" else None
-    why = f"{placement} on {device} in {numerics} ({reason}){without}; {_gb(fitted.total)} of {_gb(limit)}: "
-    why += _listed(fitted)
-    if fitted.layout is not None:
-        why += f"; {_reading(fitted.layout.pass_bytes, drive)}"
-        speed = speed and speed.streaming(fitted.layout.pass_bytes, drive.rate)
+    if speed is not None and drive is not None:
+        speed = speed.streaming(fitted.read_bytes, drive.rate)
+    without += ", layers computed again in the backward to save memory" if fitted.recompute else ""
+    why = (
+        f"{placement} on {device} in {numerics} ({reason}){without}; {_fits(fitted, limit, work.kind, drive)}"
+    )
     return Plan(
         engine="torch",
         device=str(device),
@@ -69,7 +70,9 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
         two_layouts=fitted.two_layouts,
         recompute=fitted.recompute,
         saved_bytes=fitted.saved_bytes,
+        read_bytes=fitted.read_bytes,
         layout=fitted.layout,
+        drive=drive,
         speed=speed,
     )
 
@@ -78,12 +81,15 @@ def _streamed(
     model: Model, sizes: Sizes, work: Work, limit: int, device: torch.device, kernels: str
 ) -> tuple[Fit, Drive]:
     """How the layers are streamed, and from what; the drive is measured if that was not done before."""
-    index, drive = model.index(), known_drive(model.path)
+    index = model.index()
+    drive = known_drive(index.files[0])
     if not drive.rate and index.bytes >= _WORTH_MEASURING:
-        drive = measure_drive(index.files, seconds=_MEASURING)
+        with contextlib.suppress(EngineError, ModelError):  # the usual numbers do too
+            drive = measure_drive(index.files, seconds=_MEASURING)
     layers = LayerIndex(index, model.config)
     if device.type == "cpu":
-        streaming = Streaming(layers, drive, 0 if kernels == COMPILED else 1)
+        places = 0 if kernels == COMPILED else 1
+        streaming = Streaming(layers, drive, places, rule=model.config.experts)
     else:
         streaming = Streaming(layers, drive, 2, host=memory_limit(torch.device("cpu")))
     return fit.streamed(sizes, work, limit, streaming), drive
@@ -91,18 +97,25 @@ def _streamed(
 
 def _too_large(model: Model, work: Work, fitted: Fit, limit: int) -> EngineError:
     even = " even with its layers streamed from the drive" if fitted.layout is not None else ""
-    allowed = f"{SHARE:.0%} of this machine's memory" if work.memory is None else "as asked"
+    most = f"{SHARE:.0%} of what this machine or its memory cgroup has"
+    allowed = most if work.memory is None else "as asked"
     return EngineError(
         f"{model.ref.spec} needs {_gb(fitted.total)} ({_listed(fitted)}){even}, "
         f"but {_gb(limit)} may be used ({allowed})",
-        hint="allow more memory, or choose a shorter sequence or a smaller model",
+        hint="leave out --placement resident"
+        if fitted.layout is None
+        else "allow more memory, or choose a shorter sequence or a smaller model",
     )
 
 
-def _reading(size: int, drive: Drive) -> str:
-    """What a pass takes from the drive."""
-    rate = f", {size / drive.rate:.1f} s at {drive.rate / 1e9:.1f} GB/s" if drive.rate else ""
-    return f"a pass reads {_gb(size)} of weights{rate}"
+def _fits(fitted: Fit, limit: int, kind: str, drive: Drive | None) -> str:
+    """The memory by part, and what a pass takes from the drive."""
+    memory = f"{_gb(fitted.total)} of {_gb(limit)}: {_listed(fitted)}"
+    if drive is None:
+        return memory
+    rate = f", {fitted.read_bytes / drive.rate:.1f} s at {_gb(drive.rate)}/s" if drive.rate else ""
+    there_and_back = " there and back" if kind == "train" else ""
+    return f"{memory}; a pass reads {_gb(fitted.read_bytes)} of weights{there_and_back}{rate}"
 
 
 def _kernels(config: ModelConfig, device: torch.device, work: Work) -> tuple[str, str]:
@@ -127,5 +140,5 @@ def _listed(fitted: Fit) -> str:
     return ", ".join(f"{name} {_gb(size)}" for name, size in fitted.parts if size)
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.0f} MB"

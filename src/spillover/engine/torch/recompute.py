@@ -57,7 +57,7 @@ class Inputs:
             raise EngineError(
                 f"layer inputs beyond the memory limit cannot be kept in {tempfile.gettempdir()}: "
                 f"{error.strerror}",
-                hint="allow more memory with --memory, lower --batch, or set TMPDIR to a larger disk",
+                hint="allow more memory with --memory, or set TMPDIR to a larger disk",
             ) from None
         self._end = start + x.nbytes
         return partial(self._read, start, torch.empty(x.shape, dtype=x.dtype, device="meta"), x.device)
@@ -65,14 +65,17 @@ class Inputs:
     def _read(self, start: int, like: Tensor, device: torch.device) -> Tensor:
         assert self._file is not None
         self._end = start
-        self._file.seek(start)
         read = torch.empty(like.nbytes, dtype=torch.uint8)
         content = read.numpy().data
-        while content:
-            got = self._file.readinto(content)  # type: ignore[attr-defined]
-            if not got:
-                raise EngineError("the file of layer inputs is shorter than what was written")
-            content = content[got:]
+        try:
+            self._file.seek(start)
+            while content:
+                got = self._file.readinto(content)  # type: ignore[attr-defined]
+                if not got:
+                    raise EngineError("the file of layer inputs is shorter than what was written")
+                content = content[got:]
+        except OSError as error:
+            raise EngineError(f"layer inputs cannot be read back: {error.strerror}") from None
         return read.view(like.dtype).view(like.shape).to(device)
 
 

@@ -32,12 +32,15 @@ def typed(data: Tensor, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
 class Rows:
     """Rows of a matrix, read from its file as they are asked for: the page cache keeps what is used.
 
-    A mapped file would count as the process's memory.
+    A mapped file would count as the process's memory. `ModelError` for a file that cannot be opened or read.
     """
 
     def __init__(self, part: TensorSlice, name: str) -> None:
         self._part, self._name = part, name
-        self._file = os.open(part.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._file = os.open(part.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._failed(error) from None
         weakref.finalize(self, os.close, self._file)
 
     def __call__(self, numbers: NDArray[np.int64]) -> Tensor:
@@ -46,9 +49,17 @@ class Rows:
         size = (part.stop - part.start) // rows
         distinct, places = np.unique(numbers, return_inverse=True)
         read = np.empty((len(distinct), size), np.uint8)
-        for row, number in zip(read, distinct.tolist(), strict=True):
-            if os.preadv(self._file, [row.data], part.start + number * size) != size:
-                raise ModelError(f"{part.file} ends inside tensor {self._name}", hint="get the model again")
+        try:
+            for row, number in zip(read, distinct.tolist(), strict=True):
+                if os.preadv(self._file, [row.data], part.start + number * size) != size:
+                    raise ModelError(
+                        f"{part.file} ends inside tensor {self._name}", hint="get the model again"
+                    )
+        except OSError as error:
+            raise self._failed(error) from None
         return typed(torch.from_numpy(read.reshape(-1)), self._name, part.dtype, (len(read), width))[
             torch.from_numpy(places)
         ]
+
+    def _failed(self, error: OSError) -> ModelError:
+        return ModelError(f"{self._part.file} cannot be read for tensor {self._name}: {error.strerror}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spillover.engine.ring import Layer as Held
 from spillover.engine.torch.weights import LayerWeights, Room
+from spillover.errors import EngineError
 
 Copy: TypeAlias = Callable[[Held, Room, Callable[[], None]], LayerWeights]
 """Copies a layer into the room there is; the third waits for what was copied so far."""
@@ -142,7 +143,11 @@ def staging(dtype: torch.dtype, device: torch.device) -> Staging:
 
 def pinned(size: int) -> NDArray[np.uint8]:
     """`size` bytes that a GPU copies from without the processor's help, from a page's beginning on."""
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=True).numpy()
+    try:
+        memory = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise EngineError(f"a buffer of {size / 1e9:.2f} GB cannot be page-locked: {reason}") from None
     begin = -memory.ctypes.data % _PAGE
     return memory[begin : begin + size]
 

@@ -99,12 +99,24 @@ class Weights:
         name = f"{self.config.prefix}embed_tokens.weight"
         return Rows(self._part(name), name)
 
+    @property
+    def head_in_file(self) -> Tensor:
+        """`head` as the file has it, a view."""
+        return self._view(self._head_name)
+
+    def open_rows(self) -> None:
+        """Open the embedding's file, which `embed_from_file` reads from; `ModelError` if that cannot be."""
+        self._rows  # noqa: B018
+
     def copied_head(self) -> Tensor:
         """`head` in memory of its own."""
-        name = f"{self.config.prefix}embed_tokens.weight" if self.config.tied else head_name(self.config)
-        copied = self._read(name, self._view)
-        self._forget()
+        copied = self._read(self._head_name, self._view)
+        self.forget()
         return copied
+
+    @property
+    def _head_name(self) -> str:
+        return f"{self.config.prefix}embed_tokens.weight" if self.config.tied else head_name(self.config)
 
     @property
     def head(self) -> Tensor:
@@ -120,7 +132,7 @@ class Weights:
         """Read layer `number` from the files, its matrices fused; or its norms and biases alone."""
         experts = itertools.repeat(self._view, self._expert_count(number))
         read = self._layer(number, matrices, self._view, experts, self._new)
-        self._forget()
+        self.forget()
         return read
 
     def streamed(self, held: Held, room: Room, settle: Callable[[], None]) -> LayerWeights:
@@ -201,7 +213,7 @@ class Weights:
 
         return view
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let go of what the files' maps have brought into memory: it was copied, or is read again on use."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in self._maps.values():

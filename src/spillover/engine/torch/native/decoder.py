@@ -75,7 +75,8 @@ class NativeDecoder:
         packer = Packer(native, weights.dtype, self._workspace)
         self._packer = packer  # keeps what the structures point into
         self._shape = self._model_shape()
-        self._head = packer.matrix(weights.head)
+        self._head = packer.matrix(weights.head_in_file)  # packing reads any dtype
+        weights.forget()
         self._norm = packer.vector(weights.norm)
         self._embedding = _kept(weights) if open_ring is None else _filed(weights)
         # the families that scale do so in the dtype that computes
@@ -169,6 +170,7 @@ def _kept(weights: Weights) -> Gather:
 
 
 def _filed(weights: Weights) -> Gather:
+    weights.open_rows()
     return lambda numbers: _plain(weights.embed_from_file(torch.from_numpy(numbers)))
 
 

@@ -65,6 +65,10 @@ class NativeModel:
         scored = self._scored(hidden, np.concatenate(places), list(itertools.chain(*targets)), top)
         return [list(itertools.islice(scored, len(part))) for part in targets]
 
+    def forget(self) -> None:
+        """Give back what scores were computed in."""
+        self._scratch = None
+
     def _scored(
         self, hidden: Floats, places: np.ndarray[tuple[int], np.dtype[np.int64]], targets: list[int], top: int
     ) -> Iterator[TokenLogprob]:

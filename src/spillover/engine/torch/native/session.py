@@ -36,6 +36,7 @@ class NativeSession:
         self.slots = slots
         self.length = length
         self.joins = True
+        self._under_way = False
         self._decoder = decoder
         self._pass_tokens = pass_tokens
         self._blocks = Blocks(max(needed(length), room // BLOCK))
@@ -63,17 +64,24 @@ class NativeSession:
         `adapters` are indices into those of the model, -1 for the base alone; by default all rows wear the
         first.
         """
+        self._begin_pass()
         return self._logits(self._newcomers(prompts, adapters))
 
     def decode(
         self, tokens: Sequence[int], prompts: Sequence[Sequence[int]] = (), adapters: Sequence[int] = ()
     ) -> NativeLogits:
         """Append one token to every row, and admit `prompts` in the same pass; logits of every row."""
+        self._begin_pass()
         stretches = []
         for token, row in zip(tokens, self._rows, strict=True):
             stretches.append(Stretch((token,), row.length, self._tables[row.table], row.adapter))
             self._extend(row, row.length + 1)
         return self._logits([*stretches, *self._newcomers(prompts, adapters)])
+
+    def _begin_pass(self) -> None:
+        if self._under_way:
+            raise EngineError("a pass of this session was given up", hint="open another session")
+        self._under_way = True
 
     def _newcomers(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int]) -> list[Stretch]:
         worn = self._decoder.worn(adapters, len(prompts)) if prompts else []
@@ -87,7 +95,9 @@ class NativeSession:
         return stretches
 
     def _logits(self, stretches: Sequence[Stretch]) -> NativeLogits:
-        return self._decoder.logits(np.concatenate([self._last(group) for group in self._passes(stretches)]))
+        last = np.concatenate([self._last(group) for group in self._passes(stretches)])
+        self._under_way = False
+        return self._decoder.logits(last)
 
     def _last(self, stretches: Sequence[Stretch]) -> Floats:
         """Compute `stretches`; what their last tokens came out as."""
