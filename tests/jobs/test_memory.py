@@ -25,6 +25,18 @@ print(sum(event["event"] == "row" for event in events), peak_memory() / 1e6)
 """
 
 
+def test_the_peak_is_of_the_process_alone() -> None:
+    """Not of the one that started it, which on Linux its resource usage begins with."""
+    code = """
+import subprocess, sys
+held = bytearray(600_000_000)
+child = "from spillover.jobs.events import peak_memory; print(peak_memory())"
+print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True).stdout)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 5e6 < int(out) < 300e6
+
+
 @pytest.mark.slow
 def test_300000_rows_take_no_more_memory_than_3000(folder: Path, tiny: Path) -> None:
     peaks = {}
