@@ -85,13 +85,49 @@ def test_given_replies_are_scored_many_in_a_pass(
     assert sum(scored) == 40 and len(scored) <= 2
 
 
-def test_a_conversation_is_scored_from_its_last_reply(folder: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("weights", [(None, None), (1, 0), (0, 1)])
+def test_a_conversation_is_scored_from_its_last_reply(
+    folder: Path, tiny: Path, weights: tuple[int | None, int | None]
+) -> None:
+    """Whichever of its replies a tune would learn from."""
     turns = [("user", "the capital"), ("assistant", "Paris"), ("user", "of Italy"), ("assistant", "Rome is")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    distill_job(folder, tiny, data=folder / "chat.jsonl", out=folder / "out.jsonl", score=True)
-    (row,) = rows(folder / "out.jsonl")
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
+    for message, weight in zip(messages[1::2], weights, strict=True):
+        message |= {} if weight is None else {"weight": weight}
+    plain = [*messages[:-1], {"role": "assistant", "content": "Rome is"}]
+    for name, conversation in (("chat", messages), ("plain", plain)):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": conversation}) + "\n")
+        distill_job(folder, tiny, data=folder / f"{name}.jsonl", out=folder / f"{name}.out", score=True)
+    (row,), (expected,) = (rows(folder / f"{name}.out") for name in ("chat", "plain"))
     assert (row["messages"], row["completion"]) == (messages[:-1], "Rome is")
+    assert row["logprobs"] == expected["logprobs"] and len(row["logprobs"]["chosen"]) > 2
+
+
+def test_a_given_reply_comes_back_as_it_was_given(folder: Path, tiny: Path) -> None:
+    """With a stop token in its middle, which is no end here."""
+    (folder / "odd.jsonl").write_text(
+        json.dumps({"prompt": "the capital", "answer": "Paris<|im_end|> is"}) + "\n"
+    )
+    distill_job(folder, tiny, data=folder / "odd.jsonl", out=folder / "out.jsonl", score=True)
+    (row,) = rows(folder / "out.jsonl")
+    assert (row["completion"], row["finish_reason"]) == ("Paris<|im_end|> is", "stop")
+    assert len(row["logprobs"]["chosen"]) == len(row["completion_token_ids"]) > 2
+
+
+def test_a_row_can_ask_for_more_log_probabilities_but_not_for_fewer(folder: Path, tiny: Path) -> None:
+    bodies = [{"logprobs": True}, {"logprobs": True, "top_logprobs": 7}, {}]
+    with (folder / "batch.jsonl").open("w") as file:
+        for number, more in enumerate(bodies):
+            body = {
+                "model": "x",
+                "messages": [{"role": "user", "content": "the capital"}],
+                "max_tokens": 2,
+                **more,
+            }
+            file.write(json.dumps({"custom_id": f"r{number}", "method": "POST",
+                                   "url": "/v1/chat/completions", "body": body}) + "\n")  # fmt: skip
+    distill_job(folder, tiny, data=folder / "batch.jsonl", out=folder / "out.jsonl", logprobs=4)
+    assert [len(row["logprobs"]["top"][0]) for row in rows(folder / "out.jsonl")] == [4, 7, 4]
 
 
 @pytest.mark.parametrize("score", [False, True])

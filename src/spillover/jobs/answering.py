@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spillover.engine import Completion, Request, Scheduler
 from spillover.engine.estimate import Traffic
-from spillover.errors import EngineError, ModelError
+from spillover.errors import EngineError, InputError, ModelError
 from spillover.jobs.data import Row, read_rows
 from spillover.jobs.interrupts import Abandoned, Ending
 from spillover.jobs.pace import Pace, Share
@@ -103,7 +103,8 @@ class Answering:
                 )
             try:
                 ending = self._answer(scheduler, saver)
-            except (ModelError, EngineError):  # a weight file that is gone, say: the answers are still good
+            except (ModelError, EngineError, InputError):
+                # a weight file that is gone, say: what was answered is still good
                 self._save_if_worth(scheduler, saver)
                 raise
             saver.finish()
@@ -146,8 +147,8 @@ class Answering:
         for row in read_rows(settings.data, settings.purpose, start=start, stamp=summary.stamp):
             if row.index < begun and row.index not in pending:
                 continue
+            self._unfinished.add(row.index)  # first: what lies before `_next` and is not in here is done
             self._next = max(self._next, row.index + 1)
-            self._unfinished.add(row.index)
             opened = self._opened(row)
             need = len(opened.prompt) + opened.decoding["max_tokens"]
             if need > self.work.plan.sequence:
@@ -174,7 +175,7 @@ class Answering:
             tokens=opened.prompt,
             max_tokens=decoding["max_tokens"],
             sampling=self.work.settings.sampling(decoding),
-            stop_ids=self.work.tokenizer.stop_ids,
+            stop_ids=frozenset() if opened.target else self.work.tokenizer.stop_ids,
             stop=tuple(decoding["stop"]),
             logprobs=-1 if decoding["logprobs"] is None else decoding["logprobs"],
             generated=opened.target.tokens if opened.target else tuple(self._partials.get(name, ())),

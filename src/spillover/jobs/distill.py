@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spillover.errors import InputError
 from spillover.jobs.data import Row
 from spillover.jobs.data.rows import Purpose
-from spillover.jobs.results import Distilled, Format, Target
+from spillover.jobs.results import Distilled, Format, Target, last_reply
 from spillover.jobs.run import RunSettings, RunWork
 from spillover.models import Tokenizer
 from spillover.state import Identity
@@ -57,7 +58,7 @@ class DistillSettings(RunSettings):
 
     def answers(self, work: RunWork, run: str) -> Format:
         """How results are written down."""
-        return Distilled(work.tokenizer, work.shared_facts(run))
+        return Distilled(work.tokenizer, work.shared_facts(run), given=self.score)
 
     def published(self, line: bytes) -> bool:
         """Whether a result line goes to where people look: all that can be learned from."""
@@ -67,11 +68,24 @@ class DistillSettings(RunSettings):
         """What to type after a finished job."""
         return f"spill tune MODEL {self.out or results} --name NAME"
 
+    @property
+    def how(self) -> str:
+        """How rows are answered, for people."""
+        return "given replies are scored" if self.score else super().how
+
+    def decoding(self, row: Row) -> dict[str, Any]:
+        """The decoding that applies to ``row``, which has as many log-probabilities as all or more."""
+        found = super().decoding(row)
+        return found | {"logprobs": max(found["logprobs"] or 0, self.logprobs or 0)}
+
     def target(self, row: Row, tokenizer: Tokenizer) -> Target | None:
         """With ``score``, the last reply of the conversation, through its end of turn."""
         if not self.score:
             return None
-        tokens, mask = tokenizer.training(row.conversation, tools=row.tools)
+        before, reply = last_reply(row)
+        # earlier replies are part of what was asked
+        turns = [*({**message, "weight": 0} for message in before), {**reply, "weight": 1}]
+        tokens, mask = tokenizer.training(turns, tools=row.tools)
         end = len(mask) - mask[::-1].index(True)
-        start = end - mask[:end][::-1].index(False)
+        start = mask.index(True)
         return Target(tuple(tokens[:start]), tuple(tokens[start:end]))

@@ -21,7 +21,7 @@ from spillover.models import Tokenizer
 if TYPE_CHECKING:
     from spillover.jobs.data.conversation import Message
 
-__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target"]
+__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target", "last_reply"]
 
 
 @dataclass(frozen=True)
@@ -117,23 +117,29 @@ class Distilled:
     """Builds lines that ``tune`` learns from: a conversation, what the teacher said, and how likely it was.
 
     ``logprobs`` has, for each of the completion's tokens, its own log-probability and the most likely tokens
-    with theirs, best first, as numbers alone: a fifth of the bytes of the batch format.
+    with theirs, best first, as numbers alone: a fifth of the bytes of the batch format. With ``given`` the
+    completion is the row's own last reply.
     """
 
     tokenizer: Tokenizer
     facts: dict[str, Any]
+    given: bool = False
 
     def line(self, row: Row, completions: list[Completion], decoding: dict[str, Any]) -> tuple[str, bytes]:
         """The completion's text, and the line of a row; there is one sample."""
         (completion,) = completions
         text = _text(self.tokenizer, completion, decoding["stop"])
-        line: dict[str, Any] = {"custom_id": row.id, "messages": _before_reply(row)}
+        messages, finish = row.messages, completion.finish
+        if self.given:
+            messages, reply = last_reply(row)
+            text, finish = (reply["content"] if isinstance(reply["content"], str) else text), "stop"
+        line: dict[str, Any] = {"custom_id": row.id, "messages": messages}
         if row.tools:
             line["tools"] = row.tools
         line |= {
             "completion": text,
             "completion_token_ids": completion.tokens,
-            "finish_reason": completion.finish,
+            "finish_reason": finish,
             "logprobs": _numbers(completion.logprobs or []),
             "teacher": self.facts["model"],
         }
@@ -156,10 +162,11 @@ class Distilled:
         return not line.startswith(b'{"error":')
 
 
-def _before_reply(row: Row) -> list[Message]:
-    """The conversation up to the reply that the line has apart."""
-    given = row.reply is None and row.messages[-1]["role"] == "assistant"
-    return row.messages[:-1] if given else row.messages
+def last_reply(row: Row) -> tuple[list[Message], Message]:
+    """The conversation up to its last reply, and that; what may follow it is left out."""
+    turns = row.conversation
+    end = max(number for number, message in enumerate(turns) if message["role"] == "assistant")
+    return turns[:end], turns[end]
 
 
 def _numbers(logprobs: list[TokenLogprob]) -> dict[str, Any]:

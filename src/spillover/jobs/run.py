@@ -17,7 +17,7 @@ import numpy as np
 
 from spillover.engine import Engine, Plan, Sampling, engine
 from spillover.engine.estimate import Generation
-from spillover.errors import InputError
+from spillover.errors import InputError, ModelError
 from spillover.jobs.answering import Answering, Tally
 from spillover.jobs.data import FileSummary, Row, check_file, read_rows
 from spillover.jobs.data.rows import Purpose
@@ -86,6 +86,11 @@ class RunSettings:
         """How results are written down."""
         return Answers(work.model.ref.spec, work.tokenizer, work.shared_facts(run))
 
+    @property
+    def how(self) -> str:
+        """How rows are answered, for people."""
+        return "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}, seed {self.seed}"
+
     def published(self, line: bytes) -> bool:
         """Whether a result line goes to where people look."""
         return True
@@ -104,7 +109,7 @@ class RunSettings:
             "--temperature": (self.temperature, 0 <= self.temperature <= 100),
             "--top-p": (self.top_p, 0 < self.top_p <= 1),
             "--top-k": (self.top_k, self.top_k >= 0),
-            "--min-p": (self.min_p, 0 <= self.min_p <= 1),
+            "--min-p": (self.min_p, 0 <= self.min_p < 1),
             "--logprobs": (self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 64),
             "--samples": (self.samples, self.samples >= 1),
             "--batch": (self.batch, self.batch >= 1),
@@ -234,7 +239,7 @@ class RunWork:
         parts = [
             f"{s.command} {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
             f"{self.summary.rows:,} rows, {self.plan.batch} at a time of up to {self.plan.sequence:,} tokens",
-            "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}, seed {s.seed}",
+            s.how,
             *self._forecast(self.summary.rows - done),
             f"state at {state}",
         ]
@@ -253,7 +258,7 @@ class RunWork:
             pass_tokens=self.plan.pass_tokens,
             shared=len(extent.shared),
         )
-        condition = " if every answer takes all its tokens"
+        condition = " if every answer takes all its tokens" if extent.answers else ""
         return [forecast(speed.generation(work), rows, "rows", condition)]
 
 
@@ -337,18 +342,24 @@ def _extent(
     extent, count = Extent(), 0
     while batch := [*islice(rows, 1000)]:
         for row in batch:
-            target = settings.target(row, tokenizer)
-            if target is not None:
-                prompt, answer = list(target.prompt), len(target.tokens)
-            else:
-                prompt = tokenizer.prompt_ids(row.messages, tools=row.tools)
-                answer = row.max_tokens or settings.max_tokens
+            try:
+                prompt, answer = _tokens(row, settings, tokenizer)
+            except ModelError as error:  # the chat template refuses the conversation
+                raise ModelError(f"{settings.data}:{row.line}: {error}", hint=error.hint) from None
             if len(prompt) + answer <= context:
                 extent.add(prompt, answer)
         count += len(batch)
         if count % 20_000 == 0:
             events.emit("stage", stage="input", message=f"{count:,} rows measured")
     return extent
+
+
+def _tokens(row: Row, settings: RunSettings, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """What is computed at once for a row, and the most tokens that follow one by one."""
+    target = settings.target(row, tokenizer)
+    if target is not None:
+        return [*target.prompt, *target.tokens], 0
+    return tokenizer.prompt_ids(row.messages, tools=row.tools), row.max_tokens or settings.max_tokens
 
 
 def _already_complete(work: RunWork, run: Run, store: Store, document: Control) -> Result:

@@ -259,6 +259,8 @@ def test_a_batch_row_that_says_nothing_decides_nothing(tmp_path):
         ({"temperature": 10**400}, "body.temperature must be from 0 to 100"),
         ({"temperature": "hot"}, "body.temperature must be a number, not a string"),
         ({"top_p": 1.5}, "body.top_p must be from 0 to 1"),
+        ({"top_p": 0}, "body.top_p must not be 0"),
+        ({"min_p": 1.0}, "body.min_p must not be 1"),
         ({"seed": 2**63}, "body.seed must be from -9223372036854775808 to 9223372036854775807"),
         ({"stop": [""]}, "body.stop must be a string or a list of strings, none of them empty"),
         ({"logprobs": 3}, "body.logprobs must be true or false, not a number"),

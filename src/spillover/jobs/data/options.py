@@ -77,9 +77,9 @@ def options_of(body: dict[str, Any]) -> tuple[Options, int | None]:
             raise Fault(f"body.{key} is not supported", hint=f"leave out {key!r}")
     options = Options(
         temperature=_number(body, "temperature", 0, MAX_TEMPERATURE),
-        top_p=_number(body, "top_p", 0, 1),
+        top_p=_number(body, "top_p", 0, 1, without=0),
         top_k=_whole(body, "top_k", 0, MAX_TOKENS),
-        min_p=_number(body, "min_p", 0, 1),
+        min_p=_number(body, "min_p", 0, 1, without=1),
         seed=_whole(body, "seed", -(2**63), 2**63 - 1),
         stop=_stop(body.get("stop")),
         logprobs=_logprobs(body),
@@ -107,7 +107,9 @@ def _whole(row: dict[str, Any], key: str, low: int, high: int, prefix: str = "bo
     return value
 
 
-def _number(body: dict[str, Any], key: str, low: int, high: int) -> float | None:
+def _number(
+    body: dict[str, Any], key: str, low: int, high: int, *, without: int | None = None
+) -> float | None:
     value = body.get(key)
     if value is None:
         return None
@@ -115,6 +117,8 @@ def _number(body: dict[str, Any], key: str, low: int, high: int) -> float | None
         raise Fault(f"body.{key} must be a number, not {kind(value)}")
     if not low <= value <= high:
         raise Fault(f"body.{key} must be from {low} to {high}")
+    if value == without:
+        raise Fault(f"body.{key} must not be {without}", hint=f"leave out {key!r}")
     return float(value)
 
 
