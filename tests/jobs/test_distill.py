@@ -15,6 +15,7 @@ from spillover.engine.torch import engine as torch_engine
 from spillover.errors import InputError
 from spillover.jobs.distill import DistillSettings
 from spillover.jobs.interrupts import Ending
+from spillover.models import resolve
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -98,20 +99,27 @@ def test_a_conversation_is_scored_from_its_last_reply(
     for name, conversation in (("chat", messages), ("plain", plain)):
         (folder / f"{name}.jsonl").write_text(json.dumps({"messages": conversation}) + "\n")
         distill_job(folder, tiny, data=folder / f"{name}.jsonl", out=folder / f"{name}.out", score=True)
-    (row,), (expected,) = (rows(folder / f"{name}.out") for name in ("chat", "plain"))
+    (folder / "alone.jsonl").write_text(json.dumps({"prompt": "of Italy", "answer": "Rome is"}) + "\n")
+    distill_job(folder, tiny, data=folder / "alone.jsonl", out=folder / "alone.out", score=True)
+    (row,), (expected,), (alone,) = (rows(folder / f"{name}.out") for name in ("chat", "plain", "alone"))
+    assert row["completion_token_ids"] == alone["completion_token_ids"]
     assert (row["messages"], row["completion"]) == (messages[:-1], "Rome is")
     assert row["logprobs"] == expected["logprobs"] and len(row["logprobs"]["chosen"]) > 2
 
 
 def test_a_given_reply_comes_back_as_it_was_given(folder: Path, tiny: Path) -> None:
     """With a stop token in its middle, which is no end here."""
-    (folder / "odd.jsonl").write_text(
-        json.dumps({"prompt": "the capital", "answer": "Paris<|im_end|> is"}) + "\n"
+    tokenizer = resolve(str(tiny)).tokenizer()
+    stop = next(
+        text for text in ("<|im_end|>", "<|endoftext|>") if set(tokenizer.encode(text)) & tokenizer.stop_ids
     )
+    row = {"prompt": "the capital", "answer": f"Paris{stop} is"}
+    (folder / "odd.jsonl").write_text(json.dumps(row) + "\n")
     distill_job(folder, tiny, data=folder / "odd.jsonl", out=folder / "out.jsonl", score=True)
-    (row,) = rows(folder / "out.jsonl")
-    assert (row["completion"], row["finish_reason"]) == ("Paris<|im_end|> is", "stop")
-    assert len(row["logprobs"]["chosen"]) == len(row["completion_token_ids"]) > 2
+    (found,) = rows(folder / "out.jsonl")
+    assert (found["completion"], found["finish_reason"]) == (row["answer"], "stop")
+    ids = found["completion_token_ids"]
+    assert sum(one in tokenizer.stop_ids for one in ids) == 2 and len(found["logprobs"]["chosen"]) == len(ids)
 
 
 def test_a_row_can_ask_for_more_log_probabilities_but_not_for_fewer(folder: Path, tiny: Path) -> None:

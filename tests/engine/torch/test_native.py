@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,25 +227,40 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     assert build._folder() == build._folder() != blocked
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["awake", "asleep"])
-def test_a_forked_process_computes_and_ends(llama, pause):
-    """Whatever the threads that it has no copy of were doing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    opened = session(llama[0])
+FORKED = """
+import os, sys, time, pathlib
+import numpy as np, torch
+from engine.tiny import build, loaded, prompt
+torch.set_num_threads(3)
+for _ in range(20):
+    torch.exp(torch.randn(2_000_000))
+opened = loaded(build(pathlib.Path(sys.argv[1]), "llama")[0], batch=16).session()
+opened.admit([prompt(40, 1)])
+expected = opened.decode([5]).numpy(0).copy()
+opened.release(0)
+torch.set_num_threads(1)
+time.sleep(float(sys.argv[2]))
+child = os.fork()
+if child == 0:
     opened.admit([prompt(40, 1)])
-    expected = opened.decode([5]).numpy(0).copy()
-    opened.release(0)
-    torch.set_num_threads(1)  # OpenMP's own threads do not outlive a fork either
-    time.sleep(pause)
-    child = os.fork()
-    if child == 0:
-        same = False
-        try:
-            opened.admit([prompt(40, 1)])
-            same = np.array_equal(opened.decode([5]).numpy(0), expected)
-            opened._decoder.__del__()
-        finally:
-            os._exit(0 if same else 1)
-    torch.set_num_threads(before)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    same = np.array_equal(opened.decode([5]).numpy(0), expected)
+    opened._decoder.__del__()
+    os._exit(0 if same else 1)
+for _ in range(100):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        sys.exit(os.waitstatus_to_exitcode(status))
+    time.sleep(0.1)
+os.kill(child, 9)
+sys.exit("the child hangs")
+"""
+
+
+@pytest.mark.parametrize("pause", ["0", "0.3"], ids=["awake", "asleep"])
+def test_a_forked_process_computes_and_ends(tmp_path, pause):
+    """Whatever the threads that it has no copy of were doing."""
+    tests = Path(__file__).parents[2]
+    command = [sys.executable, "-c", FORKED, str(tmp_path), pause]
+    environment = os.environ | {"PYTHONPATH": str(tests)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr[-1000:]
