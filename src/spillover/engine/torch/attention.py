@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spillover.engine.torch.native.training import HEAD, Within, kernels
 from spillover.engine.torch.pointwise import capped
-from spillover.engine.torch.tiles import groups, tiled
+from spillover.engine.torch.sequences import attended
+from spillover.engine.torch.tiles import Group, groups, tiled
 
 if TYPE_CHECKING:
     from spillover.models import ModelConfig
@@ -75,11 +78,19 @@ class Tiled:
     """`Causal` for training on a CPU; rows after the last of `lengths` are padding and come out zero."""
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig) -> None:
-        self._groups = groups(lengths)
+        self._lengths = lengths
+        self._within = Within(lengths)
         self._config = config
 
+    @cached_property
+    def _groups(self) -> list[Group]:
+        return groups(self._lengths)
+
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        return tiled(heads, self._groups, self._config.kv_heads, Scoring.of(self._config, layer))
+        scoring, keys = Scoring.of(self._config, layer), self._config.kv_heads
+        if heads.shape[-1] <= HEAD and (native := kernels(heads)) is not None:
+            return attended(native, heads, self._within, keys, scoring)
+        return tiled(heads, self._groups, keys, scoring)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:

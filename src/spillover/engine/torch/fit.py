@@ -48,10 +48,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one model's parts in one dtype."""
+    """Bytes of a model's parts in one dtype; `compiled` kernels keep less of a training pass than torch's."""
 
     config: ModelConfig
     width: int  # bytes of an element
+    compiled: bool = False
 
     def weights(self) -> int:
         """All of them, as inference lays them out."""
@@ -103,8 +104,10 @@ class Sizes:
         """A token of a training pass over sequences of `length`: what one layer saves for the backward."""
         c = self.config
         normed = 6 if c.output_norms else 4
-        attention = c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.heads * min(length, KEPT_LENGTH)
-        return self.width * (normed * c.hidden_size + attention + 4 * self._inner() + 7 * rank)
+        attention, inner = c.head_dim * (2 * c.heads + 2 * c.kv_heads), 3
+        if not self.compiled:
+            attention, inner = attention + c.heads * min(length, KEPT_LENGTH), 4
+        return self.width * (normed * c.hidden_size + attention + inner * self._inner() + 7 * rank)
 
     def backward_token(self) -> int:
         """A token of a training pass: the widest moment of one layer's backward."""

@@ -14,6 +14,7 @@ from spillover.engine.torch.bound import speed_of
 from spillover.engine.torch.device import SHARE, default_numerics, memory_limit, pick_device
 from spillover.engine.torch.fit import Fit, Sizes, Streaming
 from spillover.engine.torch.native import decoder as native
+from spillover.engine.torch.native.library import library
 from spillover.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def make_plan(model: Model, work: Work, version: str) -> Plan:
             hint=f"ask for {model.config.max_positions} or fewer",
         )
     kernels, without = _kernels(model.config, device, work)
-    sizes = Sizes(model.config, DTYPES[numerics].itemsize)
+    sizes = Sizes(model.config, DTYPES[numerics].itemsize, device.type == "cpu" and library() is not None)
     limit = memory_limit(device) if work.memory is None else work.memory
     fitted, drive = fit.resident(sizes, work, limit), None
     placement: Placement = work.placement or ("resident" if fitted.total <= limit else "streamed")

@@ -86,7 +86,7 @@ def _compile(compiler: str, path: Path) -> None:
     """Two processes may do this at once: each puts a whole file in place."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, str(SOURCES / "native.cpp"), "-o", str(made)]
+        command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, timeout=600, check=False)
         if done.returncode == 0:
             made.replace(path)

@@ -65,6 +65,16 @@ inline float largest(f32x16 x) {
 // e^x within 2 ulp; exactly 0 below -87.3, where masked scores lie, and the largest finite power above 88.3.
 // Range reduction by ln 2 in two parts (Cody and Waite), then the Taylor polynomial of degree 7.
 inline f32x16 exp(f32x16 x) {
+#if defined(__AVX512F__)
+  // the operand that may not be a number comes second: it is what these return then
+  const __m512 bound = _mm512_min_ps(_mm512_set1_ps(88.3f), _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bound, _mm512_set1_ps(1.44269504088896341f)), 8);
+  f32x16 r = fma((f32x16)n, splat(-0.693359375f), (f32x16)bound);
+  r = fma((f32x16)n, splat(2.12194440e-4f), r);
+  f32x16 p = splat(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  return (f32x16)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), (__m512)p, n);
+#else
   const i32x16 tiny = x < -87.3f;
   x = x < -87.3f ? splat(-87.3f) : x;
   x = x > 88.3f ? splat(88.3f) : x;
@@ -78,6 +88,7 @@ inline f32x16 exp(f32x16 x) {
   const i32x16 power = ((i32x16)rounded - 0x4B400000 + 127) << 23;
   p *= (f32x16)power;
   return tiny ? f32x16{} : p;
+#endif
 }
 
 inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
