@@ -38,7 +38,7 @@ from spillover.engine import (
     engine,
 )
 from spillover.engine.ring import Drive, LayerIndex, Layout
-from spillover.jobs.data import collate, read_rows
+from spillover.jobs.data import Example, collate, read_rows
 from spillover.jobs.runs import hardware
 from spillover.jobs.schedule import lr_at
 from spillover.models import LoraConfig, Model, initial, resolve
@@ -101,7 +101,7 @@ def micro_batches(model: Model, count: int, size: int) -> list[MicroBatch]:
     with resources.as_file(resources.files("spillover.examples") / "tickets" / "train.jsonl") as path:
         rows = [tokenizer.training(row.conversation) for row in read_rows(path, "train")]
     chosen = [rows[number % len(rows)] for number in range(count * size)]
-    examples = [(np.array(ids, np.int32), np.array(mask, np.bool_)) for ids, mask in chosen]
+    examples = [Example(np.array(ids, np.int32), np.array(mask, np.bool_)) for ids, mask in chosen]
     return [collate(examples[start : start + size]) for start in range(0, len(examples), size)]
 
 

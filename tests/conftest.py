@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import hypothesis
 import pytest
 from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import make_server
 
 pytest_plugins = ["pool.gluster"]
 BUCKET = "spill-tests"
+# how long an example takes says more of the machine than of the code
+hypothesis.settings.register_profile("spillover", deadline=None)
+hypothesis.settings.load_profile("spillover")
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
 

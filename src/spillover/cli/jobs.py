@@ -193,6 +193,9 @@ def tune(
         float | None, typer.Option(help="Passes over the file; 1 unless --steps is given.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None,
+    loss: Annotated[
+        str, typer.Option(help="text, or kl: a teacher's distribution, from rows of spill distill.")
+    ] = "text",
     batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 4,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 1,
     max_seq: Annotated[int, typer.Option(help="Most tokens of a sequence.")] = 2048,

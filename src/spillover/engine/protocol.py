@@ -206,15 +206,29 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
+class Likely:
+    """What a teacher held for the most likely tokens in the place of each of M targets.
+
+    ``tokens`` int64 ``[M, K]``, K different ones each; ``logprobs`` float32 ``[M, K]``, natural logarithms.
+    """
+
+    tokens: Ids
+    logprobs: Floats
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Training sequences, right-padded. ``mask[b, t]`` is true where the token *at* ``t`` is a target.
 
-    ``tokens`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``, ``lengths`` int64 ``[B]``.
+    ``tokens`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``, ``lengths`` int64 ``[B]``. With `likely` a target's
+    loss is the distance from the teacher's distribution: one entry for each true element of ``mask``, row by
+    row. Over the teacher's K tokens and all others as one, that is ``KL(teacher || student)``.
     """
 
     tokens: NDArray[np.int64]
     mask: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+    likely: Likely | None = None
 
 
 @dataclass(frozen=True)

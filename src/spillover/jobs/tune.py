@@ -11,7 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -43,12 +43,18 @@ from spillover.models.lora import Adapter
 from spillover.state import Control, Identity, State
 from spillover.store import Store
 
-__all__ = ["TuneSettings", "TuneWork", "tune"]
+__all__ = ["Loss", "TuneSettings", "TuneWork", "tune"]
+
+Loss: TypeAlias = Literal["text", "kl"]
 
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What to train and how. ``epochs`` and ``steps`` exclude each other; neither means one epoch."""
+    """What to train and how. ``epochs`` and ``steps`` exclude each other; neither means one epoch.
+
+    ``loss`` text learns what rows say, kl what a teacher held likely at each of its tokens. A validation file
+    is measured by what it says either way, so that the two can be compared.
+    """
 
     model: str
     data: Path
@@ -64,6 +70,7 @@ class TuneSettings:
     clip: float = 1.0
     epochs: float | None = None
     steps: int | None = None
+    loss: Loss = "text"
     batch: int = 4
     grad_accum: int = 1
     max_seq: int = 2048
@@ -88,6 +95,8 @@ class TuneSettings:
                 raise InputError(f"{flag} {value} makes no sense", hint="spill tune --help")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise InputError(f"--schedule {self.schedule} is unknown", hint="cosine, linear or constant")
+        if self.loss not in ("text", "kl"):
+            raise InputError(f"--loss {self.loss} is unknown", hint="text or kl")
 
     @property
     def lora(self) -> LoraConfig:
@@ -121,7 +130,8 @@ class TuneWork:
     def identity(self) -> Identity:
         """What makes this the same work on any engine and machine."""
         s = self.settings
-        return {
+        more: Identity = {} if s.loss == "text" else {"loss": s.loss}
+        return more | {
             "command": "tune",
             "weights": self.model.fingerprint,
             "data": self.summary.sha256,
@@ -169,7 +179,8 @@ class TuneWork:
             f"tune {self.model.ref.spec} ({self.model.bytes / 1e6:,.0f} MB), {self.plan.why}",
             f"{len(self.examples):,} examples of up to {longest:,} tokens",
             *self.examples.notes(),
-            f"{self.steps.total:,} steps of {s.batch}{accumulated}, rank {s.rank}, lr {s.lr:g} {s.schedule}",
+            f"{self.steps.total:,} steps of {s.batch}{accumulated}, rank {s.rank}, lr {s.lr:g} {s.schedule}"
+            + (", loss KL(teacher || student)" if s.loss == "kl" else ""),
             *self._forecast(self.steps.total - done),
             f"state at {state}",
         ]
@@ -246,11 +257,17 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
     lora = lora.on(model.config)
     tokenizer = model.tokenizer()
-    examples = cleanup.enter_context(_examples(settings.data, tokenizer, settings.max_seq, summary))
+    if settings.loss == "kl" and summary.shape != "distill":
+        raise InputError(
+            f"{settings.data} has {summary.shape} rows, --loss kl learns from a teacher's",
+            hint=f"spill distill TEACHER {settings.data} --out taught.jsonl",
+        )
+    vocabulary = model.config.vocab_size if settings.loss == "kl" else None
+    examples = cleanup.enter_context(_examples(settings, settings.data, tokenizer, summary, vocabulary))
     validation = None
     if settings.val is not None:
         checked = check_file(settings.val, "train")
-        validation = cleanup.enter_context(_examples(settings.val, tokenizer, settings.max_seq, checked))
+        validation = cleanup.enter_context(_examples(settings, settings.val, tokenizer, checked))
     order = Order(examples.lengths, settings.batch, settings.seed)
     epochs = 1.0 if settings.epochs is None and settings.steps is None else settings.epochs
     steps = Steps.of(order.per_epoch, epochs=epochs, steps=settings.steps, grad_accum=settings.grad_accum)
@@ -260,9 +277,16 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     return TuneWork(settings, model, summary, examples, validation, order, steps, computing, plan)
 
 
-def _examples(path: Path, tokenizer: Tokenizer, max_seq: int, summary: FileSummary) -> TrainingSet:
-    scratch = Path(tempfile.gettempdir())
-    return TrainingSet.build(path, tokenizer, max_seq, scratch, stamp=summary.stamp)
+def _examples(
+    settings: TuneSettings,
+    path: Path,
+    tokenizer: Tokenizer,
+    summary: FileSummary,
+    vocabulary: int | None = None,
+) -> TrainingSet:
+    """Rows as tokens, with what a teacher held of them where the `vocabulary` of the model is given."""
+    scratch, stamp = Path(tempfile.gettempdir()), summary.stamp
+    return TrainingSet.build(path, tokenizer, settings.max_seq, scratch, stamp=stamp, vocabulary=vocabulary)
 
 
 def _already_complete(work: TuneWork, run: Run, store: Store, document: Control) -> Result:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillover.jobs.data import Order, collate
+from spillover.jobs.data import Example, Order, collate
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=300)
 BATCH = st.integers(1, 9)
@@ -68,8 +68,8 @@ def test_an_order_of_nothing_is_refused():
 
 def test_collate_pads_on_the_right_to_the_longest():
     examples = [
-        (np.array([5, 6, 7], np.int32), np.array([False, True, True])),
-        (np.array([8], np.int32), np.array([True])),
+        Example(np.array([5, 6, 7], np.int32), np.array([False, True, True])),
+        Example(np.array([8], np.int32), np.array([True])),
     ]
     batch = collate(examples)
     assert batch.tokens.tolist() == [[5, 6, 7], [8, 0, 0]] and batch.tokens.dtype == np.int64

@@ -57,7 +57,8 @@ def turn(user: str, reply: str, **extra) -> list[dict]:
 
 def decoded(tokenizer, examples, index) -> list[str]:
     """The parts of an example that the loss covers, as text without the end-of-turn token."""
-    tokens, mask = examples.example(index)
+    one = examples.example(index)
+    tokens, mask = one.tokens, one.mask
     assert tokens.shape == mask.shape and tokens.dtype == np.int32 and mask.dtype == np.bool_
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
     parts = [tokens[start:stop] for start, stop in edges.reshape(-1, 2)]
@@ -76,11 +77,11 @@ def test_examples_are_what_the_tokenizer_gives(tmp_path, tokenizer):
         for i in range(50):
             messages = [{"role": "system", "content": "s"}, *turn(f"q{i}", f"a{i}")]
             tokens, mask = tokenizer.training(messages)
-            assert examples.example(i)[0].tolist() == tokens
-            assert examples.example(i)[1].tolist() == mask
+            assert examples.example(i).tokens.tolist() == tokens
+            assert examples.example(i).mask.tolist() == mask
             assert examples.lengths[i] == len(tokens)
         assert examples.tokens == examples.lengths.sum()
-        assert examples.targets == sum(examples.example(i)[1].sum() for i in range(50))
+        assert examples.targets == sum(examples.example(i).mask.sum() for i in range(50))
         assert examples.notes() == []
 
 
@@ -97,7 +98,7 @@ def test_long_conversations_lose_whole_early_exchanges(tmp_path, tokenizer):
     limit = length(tokenizer, *kept)
     for max_seq in (limit, limit + 1):
         with build(tmp_path, tokenizer, max_seq, {"messages": messages}) as examples:
-            assert examples.example(0)[0].tolist() == tokenizer.training(kept)[0]
+            assert examples.example(0).tokens.tolist() == tokenizer.training(kept)[0]
             assert (examples.shortened, examples.dropped, examples.skipped) == (1, 6, 0)
             assert examples.notes() == [f"1 of 1 examples lost 6 early exchanges to fit {max_seq:,} tokens"]
 
@@ -126,7 +127,7 @@ def test_tool_results_stay_with_the_exchange_that_asked(tmp_path, tokenizer):
     ]
     limit = length(tokenizer, *exchange)
     with build(tmp_path, tokenizer, limit, {"messages": [*turn("q", "a"), *exchange]}) as examples:
-        assert examples.example(0)[0].tolist() == tokenizer.training(exchange)[0]
+        assert examples.example(0).tokens.tolist() == tokenizer.training(exchange)[0]
         assert decoded(tokenizer, examples, 0) == ["calls", "done"]
     with build(
         tmp_path, tokenizer, limit - 1, {"messages": turn("q", "a")}, {"messages": exchange}

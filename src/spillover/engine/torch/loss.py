@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, a chunk of targets at a time, without the full logits.
+"""Losses over a large vocabulary, a chunk of targets at a time, without the full logits.
 
 The gradient of the hidden states is computed beside the loss, while a chunk's logits are at hand, as in Liger
 Kernel (Hsu et al., arXiv 2410.10989).
@@ -6,7 +6,8 @@ Kernel (Hsu et al., arXiv 2410.10989).
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,77 @@ from torch.autograd.function import once_differentiable
 
 from spillover.engine.torch.packing import GRAIN, whole
 from spillover.engine.torch.pointwise import capped
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Goal(Protocol):
+    """What logits are to become, a row of them for each of M targets."""
+
+    def part(self, rows: slice) -> Goal:
+        """The goal of some rows; there may be fewer of it than of those."""
+        ...
+
+    def loss(self, logits: Tensor, wanted: bool) -> Tensor:
+        """The sum of the losses of the first rows of float32 ``[rows, V]``, a float32 scalar.
+
+        The logits are used up; if `wanted` they become their own gradient, zero in rows beyond the goal.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One token each: ``-log p(target)``. ``tokens`` is int64 ``[M]``."""
+
+    tokens: Tensor
+
+    def part(self, rows: slice) -> Chosen:
+        return Chosen(self.tokens[rows])
+
+    def loss(self, logits: Tensor, wanted: bool) -> Tensor:
+        count, chosen = len(self.tokens), self.tokens.unsqueeze(1)
+        picked = _relative(logits)[:count].gather(1, chosen)
+        total = logits.exp_().sum(dim=-1, keepdim=True)
+        loss = (total[:count].log() - picked).sum()
+        if wanted:
+            logits.mul_(total.reciprocal_())
+            logits[:count].scatter_add_(1, chosen, torch.full_like(picked, -1.0))
+            logits[count:] = 0
+        return loss
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A teacher's distribution p, known for its K most likely tokens: ``KL(p || q)``.
+
+    The divergence is that of K + 1 outcomes, the last of which is any other token, so that nothing is lost
+    of what is known and nothing made up: with ``K = V`` it is the whole one, and it is 0 only where the
+    student agrees on all that is known. ``tokens`` is int64 ``[M, K]``, ``logprobs`` float32 ``[M, K]``.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+    def part(self, rows: slice) -> Distribution:
+        return Distribution(self.tokens[rows], self.logprobs[rows])
+
+    def loss(self, logits: Tensor, wanted: bool) -> Tensor:
+        count, p = len(self.tokens), self.logprobs.exp()
+        others = (1 - p.sum(dim=-1, keepdim=True)).clamp_(min=0)  # [M, 1], the teacher's for all the rest
+        picked = _relative(logits)[:count].gather(1, self.tokens)  # [M, K]
+        likely = logits.exp_()[:count].gather(1, self.tokens)
+        logits[:count].scatter_(1, self.tokens, 0)  # not by a difference, which would lose a small rest
+        rest = logits[:count].sum(dim=-1, keepdim=True).clamp_(min=_TINY)
+        total = rest + likely.sum(dim=-1, keepdim=True)
+        known = (p * (self.logprobs - picked + total.log())).sum()
+        loss = known + (torch.xlogy(others, others) - others * (rest / total).log()).sum()
+        if wanted:
+            # of the tokens that are not known: q_j (1 - others / sum of their q)
+            logits[:count].mul_(total.reciprocal() - others / rest)
+            logits[:count].scatter_(1, self.tokens, likely / total - p)
+            logits[count:] = 0
+        return loss
 
 
 class HeadLoss:
@@ -29,12 +101,12 @@ class HeadLoss:
         self._rows = max(GRAIN, chunk_bytes // (4 * len(head)) // GRAIN * GRAIN)
         self._narrow = self._wide = head.new_empty(0)
 
-    def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum over targets of ``-log p(target)``, a float32 scalar.
+    def __call__(self, hidden: Tensor, goal: Goal) -> Tensor:
+        """The sum of the losses of `goal`, a float32 scalar.
 
-        ``hidden`` ``[M', H]`` after the final norm, ``targets`` int64 ``[M]``; rows after M are padding.
+        ``hidden`` ``[M', H]`` after the final norm, of M targets and padding.
         """
-        return _CrossEntropy.apply(hidden, targets, self)  # type: ignore[no-untyped-call, no-any-return]
+        return _GoalLoss.apply(hidden, goal, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def chunks(self, count: int) -> list[slice]:
         """`count` rows in as few chunks as fit, of about the same size."""
@@ -71,16 +143,16 @@ class HeadLoss:
         return wide, wide if self._narrow is self._wide else self._narrow[:rows]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _GoalLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: HeadLoss) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, goal: Goal, head: HeadLoss) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wanted else hidden
         for part in head.chunks(len(hidden)):
             logits = head.logits(hidden[part])
             slope = head.slope(logits) if wanted else None
-            total += _softmax_loss(logits, targets[part], wanted)
+            total += goal.part(part).loss(logits, wanted)
             if wanted:
                 if slope is not None:
                     logits.mul_(slope)
@@ -95,17 +167,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad * scale.to(grad.dtype), None, None
 
 
-def _softmax_loss(logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
-    """The loss of the first ``len(targets)`` rows; if `wanted`, `logits` become their gradient."""
-    count = len(targets)
-    chosen = targets.unsqueeze(1)
-    # relative to the best, because a float32 near 30 has lost two more digits than one near 0
+def _relative(logits: Tensor) -> Tensor:
+    """`logits` less the best of each row: a float32 near 30 has lost two more digits than one near 0."""
     logits -= logits.amax(dim=-1, keepdim=True)
-    picked = logits[:count].gather(1, chosen)
-    total = logits.exp_().sum(dim=-1, keepdim=True)
-    loss = (total[:count].log() - picked).sum()
-    if wanted:
-        logits.mul_(total.reciprocal_())
-        logits[:count].scatter_add_(1, chosen, torch.full_like(picked, -1.0))
-        logits[count:] = 0
-    return loss
+    return logits

@@ -30,7 +30,7 @@ from spillover.engine.torch.dropout import Dropout
 from spillover.engine.torch.fit import LOGIT_BYTES
 from spillover.engine.torch.linear import Dense, Frozen, FusedGate, Gate, Linear
 from spillover.engine.torch.lora import LoraLinear, Site, adapter_matrices, spans
-from spillover.engine.torch.loss import HeadLoss
+from spillover.engine.torch.loss import Chosen, Distribution, Goal, HeadLoss
 from spillover.engine.torch.packing import pack, whole
 from spillover.engine.torch.recompute import Inputs, recomputed
 from spillover.engine.torch.weights import FUSED, Weights
@@ -58,6 +58,7 @@ class _Sequence:
     number: int
     tokens: Sequence[int]
     targets: Tensor  # int64 [M]: positions whose token is predicted, all >= 1
+    likely: Distribution | None  # of M targets
 
 
 class TorchTrainer:
@@ -179,15 +180,25 @@ class TorchTrainer:
     def _sequences(self, micro_batches: Sequence[MicroBatch]) -> list[list[_Sequence]]:
         result, number = [], 0
         for batch in micro_batches:
-            rows = []
+            rows, entry = [], 0
             for tokens, mask, length in zip(batch.tokens, batch.mask, batch.lengths, strict=True):
-                targets = np.flatnonzero(mask[:length])
-                targets = targets[targets > 0]  # nothing predicts the first token
+                masked = np.flatnonzero(mask[:length])
+                targets = masked[masked > 0]  # nothing predicts the first token
+                stop = entry + len(masked)
+                likely = self._likely(batch, stop - len(targets), stop)
+                entry = stop
                 places = torch.from_numpy(targets).to(self._device)
-                rows.append(_Sequence(number, tokens[:length].tolist(), places))
+                rows.append(_Sequence(number, tokens[:length].tolist(), places, likely))
                 number += 1
             result.append(rows)
         return result
+
+    def _likely(self, batch: MicroBatch, start: int, stop: int) -> Distribution | None:
+        """What the teacher held of some of a micro-batch's targets, if it had one."""
+        if batch.likely is None:
+            return None
+        parts = (batch.likely.tokens[start:stop], batch.likely.logprobs[start:stop])
+        return Distribution(*(torch.from_numpy(part).to(self._device) for part in parts))
 
     def _passes(self, sequences: Sequence[Sequence[_Sequence]]) -> Iterator[list[_Sequence]]:
         """Each micro-batch in as few passes of whole sequences as the planned tokens per pass allow."""
@@ -202,7 +213,7 @@ class TorchTrainer:
                 yield group
 
     def _loss(self, group: Sequence[_Sequence], step: int) -> Tensor:
-        """The sum of ``-log p(target)`` over the sequences of one pass."""
+        """The sum of the losses of all targets in the sequences of one pass."""
         stream = pack([one.tokens for one in group], self._device)
         lengths = [len(one.tokens) for one in group]
         starts = np.cumsum([0, *lengths[:-1]])
@@ -226,7 +237,7 @@ class TorchTrainer:
         )
         if self._dropout.rate:
             hidden = hidden.index_select(0, rows)
-        return self._loss_of(self._decoder.normed(hidden), stream.tokens[places])
+        return self._loss_of(self._decoder.normed(hidden), _goal(group, stream.tokens[places]))
 
     def _recomputed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return recomputed(run, x, self._anchor, self._inputs)
@@ -257,6 +268,18 @@ class TorchTrainer:
 
     def _named(self, flat: Tensor) -> dict[str, Floats]:
         return {name: view.cpu().numpy().copy() for name, view in self._views(flat).items()}
+
+
+def _goal(group: Sequence[_Sequence], targets: Tensor) -> Goal:
+    """What the targets of a pass are to become: themselves, int64 ``[M]``, or as likely as a teacher held."""
+    taught = [one.likely for one in group if one.likely is not None]
+    if not taught:
+        return Chosen(targets)
+    if len(taught) < len(group):
+        raise EngineError("a pass holds targets with a teacher and targets without")
+    return Distribution(
+        torch.cat([one.tokens for one in taught]), torch.cat([one.logprobs for one in taught])
+    )
 
 
 class _Trainable:

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spillover.engine.protocol import MicroBatch
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 WINDOW = 64  # the most micro-batches sorted by length together
@@ -71,18 +67,3 @@ class Order:
         windows = np.arange(count) // (min(WINDOW, isqrt(self.per_epoch)) * self.batch_size)
         by_length = np.lexsort((self._lengths[examples], windows))  # stable, so ties stay shuffled
         return examples[by_length], np.argsort(raw[count:], kind="stable")
-
-
-def collate(examples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]) -> MicroBatch:
-    """Pad examples (token ids [T] and loss mask [T] each) on the right, to the longest of them.
-
-    Padding has token 0 and is never a target; ``lengths`` says where it begins.
-    """
-    lengths = np.array([len(tokens) for tokens, _ in examples], np.int64)
-    shape = (len(examples), int(lengths.max()))
-    tokens = np.zeros(shape, np.int64)  # [B, T]
-    mask = np.zeros(shape, np.bool_)  # [B, T]
-    for row, (ids, targets) in enumerate(examples):
-        tokens[row, : len(ids)] = ids
-        mask[row, : len(ids)] = targets
-    return MicroBatch(tokens, mask, lengths)

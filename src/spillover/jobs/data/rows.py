@@ -11,6 +11,7 @@ from spillover.jobs.data.lines import JsonLines, Stamp
 from spillover.jobs.data.options import Options
 from spillover.jobs.data.parse import Fault, parse_object
 from spillover.jobs.data.shapes import Shape, content_of, custom_id_of, shape_of
+from spillover.jobs.data.teacher import Teacher
 
 if TYPE_CHECKING:
     import os
@@ -34,6 +35,7 @@ class Row(msgspec.Struct, frozen=True):
         expected: any JSON value; ``answer`` counts as one. None where there is none.
         reply: what follows ``messages`` in training: a plain row's answer, a distill row's completion.
         options: decoding that the row asks for.
+        teacher: what a distill row says of its completion's tokens.
     """
 
     index: int
@@ -46,6 +48,7 @@ class Row(msgspec.Struct, frozen=True):
     expected: Any
     reply: Any
     options: Options
+    teacher: Teacher | None = None
 
     @property
     def conversation(self) -> list[Message]:
@@ -135,6 +138,7 @@ def _row(row: dict[str, Any], shape: Shape, index: int, line: int) -> Row:
         content.expected,
         content.reply,
         content.options,
+        content.teacher,
     )
 
 

@@ -28,6 +28,7 @@ from spillover.jobs.data.conversation import (
 )
 from spillover.jobs.data.options import Options, max_tokens_of, options_of
 from spillover.jobs.data.parse import Fault, quoted
+from spillover.jobs.data.teacher import Teacher, teacher_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ class Content(msgspec.Struct, frozen=True):
     expected: Any = None
     reply: Any = None
     options: Options = Options()
+    teacher: Teacher | None = None
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
@@ -145,7 +147,8 @@ def _batch(row: dict[str, Any]) -> Content:
 def _distill(row: dict[str, Any]) -> Content:
     require_known(row, DISTILL_KEYS, "a distill row")
     reply = string_of(row["completion"], "completion")
-    return Content(messages_of(row["messages"]), _tools(row), expected=row.get("expected"), reply=reply)
+    messages, expected = messages_of(row["messages"]), row.get("expected")
+    return Content(messages, _tools(row), expected=expected, reply=reply, teacher=teacher_of(row))
 
 
 _READERS: dict[Shape, Callable[[dict[str, Any]], Content]] = {

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spillover.engine.protocol import Likely
 from spillover.errors import InputError, SpillError, StoreFull
+from spillover.jobs.data.example import Example
+from spillover.jobs.data.parse import Fault
 from spillover.jobs.data.rows import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
-    from typing import IO, Any, Protocol
+    from typing import IO, Any, Protocol, TypeAlias
 
     from numpy.typing import NDArray
 
@@ -26,10 +29,19 @@ if TYPE_CHECKING:
     from spillover.jobs.data.lines import Stamp
     from spillover.jobs.data.rows import Row
 
+    Masked: TypeAlias = "tuple[list[int], list[bool]]"  # tokens, and which of them are targets
+
     class Tokenizer(Protocol):
-        def training(
-            self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None
-        ) -> tuple[list[int], list[bool]]: ...
+        @property
+        def stop_ids(self) -> frozenset[int]: ...
+
+        def decode(self, ids: Iterable[int]) -> str: ...
+
+        def prompt_ids(
+            self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+        ) -> list[int]: ...
+
+        def training(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Masked: ...
 
 
 class TrainingSet:
@@ -38,9 +50,13 @@ class TrainingSet:
     An example is one row. A conversation of more than ``max_seq`` tokens loses its earliest whole exchanges
     (a user's message and everything up to the user's next one), never its system message and never a part of
     a reply. One that is too long with only its last exchange, or has no token left to learn, is skipped.
+    A distilled completion that was cut at its limit of tokens does not teach its end.
 
-    Tokens live in unnamed temporary files, 5 bytes each, which vanish with the process however it ends; 16
-    bytes a row stay in memory.
+    With `vocabulary`, the number of the model's tokens, the rows are distilled ones, and an example is the
+    prompt and the teacher's own tokens, with what the teacher held of each.
+
+    Tokens live in unnamed temporary files, 5 bytes each and 8 for each likely token of a target, which vanish
+    with the process however it ends; 24 bytes a row stay in memory.
 
     Attributes:
         lengths: tokens of each example, int64 [N].
@@ -49,19 +65,25 @@ class TrainingSet:
         shortened: examples that lost exchanges.
         dropped: exchanges that they lost.
         skipped: rows left out.
+        cut: completions that were cut at their limit.
     """
 
-    def __init__(self, max_seq: int, cache_dir: Path) -> None:
+    def __init__(self, max_seq: int, cache_dir: Path, *, vocabulary: int | None = None) -> None:
         self.max_seq = max_seq
+        self.vocabulary = vocabulary
         self.targets = 0
         self.shortened = 0
         self.dropped = 0
         self.skipped = 0
+        self.cut = 0
         self._offsets = array("q", [0])
+        self._targets_before = array("q", [0])
+        self._kept = 0  # likely tokens of each target, the same for all
         self._rows = array("q")
         self._cache_dir = cache_dir
         self._tokens: IO[bytes] = _scratch(cache_dir)
         self._mask: IO[bytes] = _scratch(cache_dir)
+        self._likely: IO[bytes] = _scratch(cache_dir)
 
     @classmethod
     def build(
@@ -72,6 +94,7 @@ class TrainingSet:
         cache_dir: Path,
         *,
         stamp: Stamp | None = None,
+        vocabulary: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> TrainingSet:
         """Tokenize every row of a file. Close the set after use; it is a context manager.
@@ -83,7 +106,7 @@ class TrainingSet:
         `StoreFull` when the tokens do not fit into ``cache_dir``.
         """
         cache_dir.mkdir(parents=True, exist_ok=True)
-        examples = cls(max_seq, cache_dir)
+        examples = cls(max_seq, cache_dir, vocabulary=vocabulary)
         try:
             for row in read_rows(path, "train", stamp=stamp):
                 examples._add(row, path, tokenizer)
@@ -112,12 +135,13 @@ class TrainingSet:
         """Tokens of all examples."""
         return self._offsets[-1]
 
-    def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Token ids and loss mask of one example, both [T]; the mask is True where a token is a target."""
+    def example(self, index: int) -> Example:
+        """The tokens and targets of one example."""
         start, stop = self._offsets[index], self._offsets[index + 1]
         tokens = os.pread(self._tokens.fileno(), (stop - start) * 4, start * 4)
         mask = os.pread(self._mask.fileno(), stop - start, start)
-        return np.frombuffer(tokens, np.int32), np.frombuffer(mask, np.bool_)
+        likely = None if self.vocabulary is None else self._likely_of(index)
+        return Example(np.frombuffer(tokens, np.int32), np.frombuffer(mask, np.bool_), likely)
 
     def notes(self) -> list[str]:
         """What was left out, a sentence each, for the user to see."""
@@ -129,10 +153,12 @@ class TrainingSet:
             )
         if self.skipped:
             notes.append(f"{self.skipped:,} rows skipped: nothing to learn fits {self.max_seq:,} tokens")
+        if self.cut:
+            notes.append(f"{self.cut:,} completions were cut at their limit: where they end is not learned")
         return notes
 
     def close(self) -> None:
-        for file in (self._tokens, self._mask):
+        for file in (self._tokens, self._mask, self._likely):
             with suppress(OSError):  # a full disk: what could not be written is not needed any more
                 file.close()
 
@@ -145,29 +171,92 @@ class TrainingSet:
         self.close()
 
     def _add(self, row: Row, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
+        where = f"{os.fspath(path)}:{row.line}"
         try:
-            found = _fitting(row, tokenizer, self.max_seq)
+            if self.vocabulary is None:
+                found = self._told(row, tokenizer)
+            else:
+                found = self._taught(row, tokenizer, self.vocabulary)
+        except Fault as fault:
+            raise InputError(f"{where}: {fault.message}", hint=fault.hint) from None
         except SpillError as error:  # the chat template refuses the conversation
-            raise type(error)(f"{os.fspath(path)}:{row.line}: {error}", hint=error.hint) from None
+            raise type(error)(f"{where}: {error}", hint=error.hint) from None
         if found is None:
             self.skipped += 1
             return
-        tokens, mask, dropped = found
-        try:
-            self._tokens.write(np.array(tokens, np.int32).tobytes())
-            self._mask.write(bytes(mask))
-        except OSError as error:
-            raise self._full(error) from None
-        self._offsets.append(self._offsets[-1] + len(tokens))
+        example, dropped = found
+        self._write(example)
         self._rows.append(row.index)
-        self.targets += sum(mask)
+        self.targets += int(example.mask.sum())
         self.shortened += dropped > 0
         self.dropped += dropped
+        self.cut += row.teacher is not None and row.teacher.was_cut
+
+    def _told(self, row: Row, tokenizer: Tokenizer) -> tuple[Example, int] | None:
+        """An example of what a row says, and the exchanges dropped; None if nothing to learn fits."""
+
+        def render(messages: list[Message]) -> Masked:
+            return tokenizer.training(messages, tools=row.tools)
+
+        found = _fitting(row.conversation, render, self.max_seq)
+        if found is None:
+            return None
+        tokens, mask, dropped = found
+        learned = np.array(mask, np.bool_)
+        if row.teacher is not None and row.teacher.was_cut:
+            learned[np.flatnonzero(learned)[-1]] = False  # the end of the turn, which the teacher did not say
+            if not learned.any():
+                return None
+        return Example(np.array(tokens, np.int32), learned), dropped
+
+    def _taught(self, row: Row, tokenizer: Tokenizer, vocabulary: int) -> tuple[Example, int] | None:
+        """The same of what the teacher said, token by token, and held likely."""
+        if row.teacher is None:
+            raise Fault("the row has no teacher", hint="spill distill TEACHER FILE writes rows for --loss kl")
+        said = row.teacher.completion(row.reply, tokenizer, vocabulary)
+        likely = row.teacher.likely(len(said), vocabulary)
+        count = likely.tokens.shape[1]
+        self._kept = self._kept or count
+        if count < self._kept:
+            raise Fault(f"the row has {count} likely tokens a place, earlier ones have {self._kept}")
+
+        def render(messages: list[Message]) -> Masked:
+            prompt = tokenizer.prompt_ids(messages, tools=row.tools)
+            return [*prompt, *said], [False] * len(prompt) + [True] * len(said)
+
+        found = _fitting(row.messages, render, self.max_seq)
+        if found is None:
+            return None
+        tokens, mask, dropped = found
+        kept = Likely(likely.tokens[:, : self._kept], likely.logprobs[:, : self._kept])
+        return Example(np.array(tokens, np.int32), np.array(mask, np.bool_), kept), dropped
+
+    def _write(self, example: Example) -> None:
+        try:
+            self._tokens.write(example.tokens.tobytes())
+            self._mask.write(example.mask.tobytes())
+            if example.likely is not None:
+                self._likely.write(example.likely.tokens.astype(np.int32).tobytes())
+                self._likely.write(example.likely.logprobs.tobytes())
+        except OSError as error:
+            raise self._full(error) from None
+        self._offsets.append(self._offsets[-1] + len(example.tokens))
+        self._targets_before.append(self._targets_before[-1] + int(example.mask.sum()))
+
+    def _likely_of(self, index: int) -> Likely:
+        """What the teacher held of the targets of one example: all token ids, then all logarithms."""
+        start, stop = self._targets_before[index], self._targets_before[index + 1]
+        count, shape = (stop - start) * self._kept, (stop - start, self._kept)
+        content = os.pread(self._likely.fileno(), 8 * count, 8 * start * self._kept)
+        tokens = np.frombuffer(content, np.int32, count).astype(np.int64)
+        return Likely(
+            tokens.reshape(shape), np.frombuffer(content, np.float32, count, 4 * count).reshape(shape)
+        )
 
     def _finish(self, path: str | os.PathLike[str]) -> None:
         try:
-            self._tokens.flush()
-            self._mask.flush()
+            for file in (self._tokens, self._mask, self._likely):
+                file.flush()
         except OSError as error:
             raise self._full(error) from None
         if not len(self):
@@ -197,17 +286,17 @@ def exchanges(messages: list[Message]) -> tuple[list[Message], list[list[Message
     return messages[:head], parts
 
 
-def _fitting(row: Row, tokenizer: Tokenizer, max_seq: int) -> tuple[list[int], list[bool], int] | None:
+def _fitting(
+    messages: list[Message], render: Callable[[list[Message]], Masked], max_seq: int
+) -> tuple[list[int], list[bool], int] | None:
     """Tokens, mask and the fewest exchanges to drop, or None if even the last exchange is too long."""
-    messages = row.conversation
-    tokens, mask = tokenizer.training(messages, tools=row.tools)
+    tokens, mask = render(messages)
     if len(tokens) <= max_seq:
         return (tokens, mask, 0) if any(mask) else None
     system, parts = exchanges(messages)
 
-    def without(dropped: int) -> tuple[list[int], list[bool]]:
-        kept = [message for part in parts[dropped:] for message in part]
-        return tokenizer.training(system + kept, tools=row.tools)
+    def without(dropped: int) -> Masked:
+        return render(system + [message for part in parts[dropped:] for message in part])
 
     # Fewer exchanges are fewer tokens, so that a long conversation takes few renders to cut.
     dropped = bisect_left(range(1, len(parts)), True, key=lambda n: len(without(n)[0]) <= max_seq) + 1
