@@ -24,7 +24,7 @@ from spillover.engine.protocol import (
     TrainState,
     Work,
 )
-from spillover.engine.stopping import cut
+from spillover.engine.stopping import Withheld, cut
 from spillover.errors import EngineError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "TokenLogprob",
     "TrainState",
     "Trainer",
+    "Withheld",
     "Work",
     "cut",
     "engine",
