@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.folders import tiny_llama
-from serve.running import LONG, Running
+from served import LONG, Running
 from spillover.models import Adapter, LoraConfig, ModelConfig, adapters, initial
 
 

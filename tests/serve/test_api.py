@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from jobs.scenarios import run_job, write_prompts
-from serve.running import Running, ask, eventually
+from served import Running, ask, eventually
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
 IDS = {"return_token_ids": True}

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jobs.scenarios import run_job
-from serve.running import Running, ask, batch_file, eventually
+from served import Running, ask, batch_file, eventually
 from spillover.serve import uploads
 
 GREEDY = {"temperature": 0.0, "logprobs": True}
@@ -240,6 +240,7 @@ def test_somebody_who_waits_goes_before_a_batch(server, tiny, tmp_path):
     assert said(lines(server, ended(server, batch).output_file_id)) == alone
 
 
+@pytest.mark.slow
 def test_a_killed_server_continues_its_batches(serving, name, tmp_path):
     """SIGKILL in the middle, twice, then SIGTERM: every row is there, once, as if nothing had been."""
     whole = batch_file(tmp_path / "rows.jsonl", 300, **GREEDY)

@@ -16,8 +16,8 @@ import httpx2
 import openai
 import pytest
 
-from serve.crowd import crowd
-from serve.running import SPILL, Running, ask, eventually
+from crowd import crowd
+from served import SPILL, Running, ask, eventually
 
 SLOW = {"max_tokens": 8000, "temperature": 0, "stop": ["never to be said"]}
 """An answer that takes seconds: greedy, this model goes round in circles."""
@@ -65,6 +65,7 @@ def test_a_client_that_takes_nothing_keeps_no_slot(server, name):
     eventually(server.idle)
 
 
+@pytest.mark.slow
 def test_a_crowd_of_which_some_leave(serving, name):
     """64 clients that stream, every third of whom goes away in the middle: nothing sticks, nothing grows."""
     server = serving("--batch", "32", "--queue", "64")
@@ -115,7 +116,7 @@ def test_tokens(serving, name, tmp_path):
     assert server.post("/chat/completions", {}, headers={"Authorization": b"Bearer \xff"}).status_code == 401
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_what_is_under_way_finish(serving, name, number):
     server = serving()
     stream = server.client.completions.create(
@@ -133,6 +134,7 @@ def test_a_signal_lets_what_is_under_way_finish(serving, name, number):
     assert server.log.read_text().count("\n") == 1  # the line at the start
 
 
+@pytest.mark.slow
 def test_after_the_grace_whoever_still_waits_is_told(serving, name):
     server = serving("--grace", "0.5")
     stream = first_piece(server, name, max_tokens=8100)
@@ -209,9 +211,7 @@ def run(model: str, home: Path, folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_bodies_that_do_not_come_are_given_up(serving, name):
-    """A client that stops in the middle of its body holds nothing but its connection."""
-    server = serving()
+def test_bodies_that_do_not_come_hold_nothing_but_their_connections(server, name):
     host, port = server.root.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")

@@ -72,7 +72,9 @@ def serve(
         raise InputError(f"{host} is open to others", hint="set SPILL_TOKEN first")
     from spillover.http.serving import bind
     from spillover.jobs.job import JobOptions
-    from spillover.serve.service import ServeSettings
+    from spillover.models import home
+    from spillover.serve.server import alone
+    from spillover.serve.service import ServeSettings, state_folder
 
     settings = ServeSettings(model, batch, queue, max_tokens, context, grace)
     options = JobOptions(
@@ -84,8 +86,9 @@ def serve(
         placement=placement,
     )
     told = (is_headless(headless), quiet)
-    with bind(host, port) as bound:
-        _serve(settings, options, bound, host, state, secret, *told)
+    folder = state or state_folder(home(), model)
+    with bind(host, port) as bound, alone(folder):  # before anything takes long
+        _serve(settings, options, bound, host, folder, secret, *told)
 
 
 def _serve(
@@ -93,7 +96,7 @@ def _serve(
     options: JobOptions,
     bound: socket,
     host: str,
-    state: Path | None,
+    folder: Path,
     token: str | None,
     headless: bool,
     quiet: bool,
@@ -101,16 +104,14 @@ def _serve(
     from spillover.cli.terminal import Headless as Lines
     from spillover.cli.terminal import display
     from spillover.jobs.events import Events
-    from spillover.models import home
     from spillover.serve.server import serve as run
-    from spillover.serve.service import open_service, state_folder
+    from spillover.serve.service import open_service
 
     with display("serve", headless=headless, quiet=quiet) as shown:  # a model may have to be fetched
         service = open_service(settings, options, Events("serve", shown.show))
     lines = Lines(quiet)
     events = Events("serve", lines.show if headless else _say)
     events.engine = service.plan.engine
-    folder = state or state_folder(home(), settings.model)
 
     def ready(port: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -37,7 +37,7 @@ from spillover.serve.refusals import Refused, error_object
 from spillover.serve.service import Service
 from spillover.serve.uploads import routes
 
-__all__ = ["application", "serve"]
+__all__ = ["alone", "application", "serve"]
 
 RETRY_AFTER = "1"
 """Seconds, told to whoever is refused for the moment."""
@@ -106,33 +106,31 @@ def serve(
     """Serve until SIGTERM or SIGINT, and then what is under way for the grace of the settings.
 
     Args:
-        state: folder of files and batches; those that have not ended continue.
+        state: folder of files and batches, this process's `alone`; batches that have not ended continue.
         ready: told the port once connections are accepted.
 
     Raises:
-        InputError: another process serves from the same folder.
         Exception: the engine failed for good.
     """
-    with _alone(state):
-        service.loop.start()
-        files = Files(state / "files")
-        try:
-            with Batches(state / "batches", files, service) as batches:
-                closing = _Closing(service, batches)
-                run(
-                    application(service, files, batches, token),
-                    bound,
-                    ready=ready,
-                    watch=closing.watch,
-                    signalled=closing.signalled,
-                    grace=LAST_SECONDS,
-                )
-                if closing.at_once:
-                    os._exit(0)  # what is durable is; a pass under way is not waited for
-        finally:
-            service.loop.close(SAVE_SECONDS)
-        if service.loop.error is not None:
-            raise service.loop.error
+    service.loop.start()
+    files = Files(state / "files")
+    try:
+        with Batches(state / "batches", files, service) as batches:
+            closing = _Closing(service, batches)
+            run(
+                application(service, files, batches, token),
+                bound,
+                ready=ready,
+                watch=closing.watch,
+                signalled=closing.signalled,
+                grace=LAST_SECONDS,
+            )
+            if closing.at_once:
+                os._exit(0)  # what is durable is; a pass under way is not waited for
+    finally:
+        service.loop.close(SAVE_SECONDS)
+    if service.loop.error is not None:
+        raise service.loop.error
 
 
 class _Closing:
@@ -183,8 +181,12 @@ class _Counted:
 
 
 @contextlib.contextmanager
-def _alone(state: Path) -> Iterator[None]:
-    """Be the one process that serves from a folder."""
+def alone(state: Path) -> Iterator[None]:
+    """Be the one process that serves from a folder.
+
+    Raises:
+        InputError: another one does, or it cannot be written.
+    """
     try:
         state.mkdir(parents=True, exist_ok=True)
         lock = (state / ".lock").open("w")

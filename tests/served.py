@@ -34,13 +34,14 @@ class Running:
     log: Path
     options: tuple[str, ...] = ()
     token: str | None = None
+    threads: int = 1
     url: str = ""
     process: Any = None
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self) -> Running:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SPILL_")}
-        environment = kept | {"SPILL_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        environment = kept | {"SPILL_HOME": str(self.home), "OMP_NUM_THREADS": str(self.threads)}
         if self.token is not None:
             environment["SPILL_TOKEN"] = self.token
         words = ["serve", self.model, "--port", "0", "--numerics", "float32", *self.options]
