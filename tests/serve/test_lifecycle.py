@@ -107,6 +107,7 @@ def test_too_many_are_told_to_try_again(serving, name):
 def test_tokens(serving, name, tmp_path):
     server = serving(token="correct horse")
     assert [model.id for model in server.client.models.list()] == [name]
+    assert "correct horse" not in json.dumps(server.events) + server.log.read_text()
     assert httpx2.get(f"{server.root}/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/v1/files", "/v1/batches/x"):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "correct horse"}):
