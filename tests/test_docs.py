@@ -42,6 +42,8 @@ STRUCTS = (
     *(f"spillover.queue.messages.{name}" for name in "Yielded Failure Consumer Batch".split()),
     *(f"spillover.queue.messages.{name}" for name in "CheckpointInfo Stats TaskInfo".split()),
     "spillover.queue.transport.Told",
+    "spillover.serve.files.File",
+    "spillover.serve.batches.Batch",
     "spillover.store.filesystem.Declaration",
 )
 """Documents that are read or written; the structs inside them are found from these."""

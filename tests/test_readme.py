@@ -114,3 +114,11 @@ def test_the_queue_example_runs_and_runs_again(
         exec(compile(found[1], "README.md", "exec"), {})
     assert capsys.readouterr().out == "99 9801\n" * 2
     assert "completed 100" in shell("spill queue stats jobs --queue squares", tmp_path)
+
+
+@pytest.mark.model
+def test_the_served_model_answers(tmp_path: Path) -> None:
+    output = shell(block("serve"), tmp_path)
+    assert output.startswith("ok\n")
+    assert "Paris" in output
+    assert '"event":"done"' in (tmp_path / "serve.log").read_text()

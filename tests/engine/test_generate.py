@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -129,3 +130,84 @@ def test_logprobs_are_those_of_the_chosen_tokens(llama):
 def test_rows_that_cannot_be_answered_are_named(llama, row, says):
     with pytest.raises(InputError, match=says):
         answers(loaded(llama[0], sequence=64), [row])
+
+
+def test_a_withdrawn_row_continues_elsewhere_and_its_mates_do_not_notice(llama):
+    """Withdrawn between passes, submitted again with its tokens: everybody says what they would have."""
+    model = loaded(llama[0], batch=3)
+    rows = [request(f"r{i}", prompt(5 + i, i), 20, sampling=HOT) for i in range(5)]
+    whole = answers(model, rows)
+    asked, back = itertools.count(), []
+
+    def between() -> bool:
+        if next(asked) == 7:
+            assert scheduler.running == 3
+            back.append(scheduler.withdraw("r1"))
+            assert scheduler.withdraw("r1") is None
+        return False
+
+    scheduler = Scheduler(model, should_stop=between)
+    done = {one.id: one.tokens for one in scheduler.run(rows)}
+    assert done == {name: one.tokens for name, one in whole.items() if name != "r1"}
+    assert back == [whole["r1"].tokens[:7]]
+    again = answers(model, [request("r1", rows[1].tokens, 20, sampling=HOT, generated=tuple(back[0]))])
+    assert again["r1"].tokens == whole["r1"].tokens
+
+
+def test_what_waits_for_memory_can_be_withdrawn(llama):
+    model = loaded(llama[0], batch=4)
+    model.plan = dataclasses.replace(model.plan, pass_tokens=40)
+    rows = [request("a", prompt(30), 3), request("b", prompt(30, 1), 3), request("c", prompt(5), 3)]
+    held = []
+
+    def between() -> bool:
+        if scheduler.held is not None:
+            held.append(scheduler.held.id)
+            assert scheduler.withdraw("b") == []
+        return False
+
+    scheduler = Scheduler(model, should_stop=between)
+    assert {one.id for one in scheduler.run(rows)} == {"a", "c"}
+    assert held == ["b"]
+
+
+def test_tokens_are_told_as_they_come(llama):
+    heard: dict[str, list[int]] = {}
+    scores: dict[str, list] = {}
+
+    def told(row, token, logprob) -> None:
+        heard.setdefault(row.id, []).append(token)
+        scores.setdefault(row.id, []).append(logprob)
+
+    rows = [request("a", prompt(5), 9, logprobs=2), request("b", prompt(7), 4)]
+    done = answers(loaded(llama[0]), rows, told=told)
+    assert heard == {name: one.tokens for name, one in done.items()}
+    assert scores == {"a": done["a"].logprobs, "b": [None] * 4}
+
+
+def test_draws_take_the_place_of_the_id(llama):
+    model = loaded(llama[0])
+    one = answers(model, [request("row", prompt(5), 12, sampling=HOT)])["row"]
+    rows = [request("x", prompt(5), 12, sampling=HOT, draws="row"), request("y", prompt(5), 12, sampling=HOT)]
+    other = answers(model, rows)
+    assert other["x"].tokens == one.tokens != other["y"].tokens
+
+
+def test_a_source_that_had_nothing_is_asked_again(llama):
+    """As long as there are rows, before each pass: rows join while others run."""
+
+    class Later:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.asked += 1
+            if self.asked in (1, 6):
+                return request(f"r{self.asked}", prompt(5, self.asked), 12)
+            raise StopIteration
+
+    done = [one.id for one in Scheduler(loaded(llama[0])).run(Later())]
+    assert done == ["r1", "r6"]

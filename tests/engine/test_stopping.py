@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engine.tiny import request
-from spillover.engine import cut
+from spillover.engine import Withheld, cut
 from spillover.engine.stopping import StopRule
 
 PIECES = {1: "Hello", 2: " wor", 3: "ld", 4: "", 5: "!\n", 6: "\nBye"}
@@ -46,3 +49,24 @@ def test_one_character_stop_string():
 def test_earliest_stop_string_cuts_the_text():
     assert cut("Hello world!", ("!", "wor")) == "Hello "
     assert cut("Hello", ("!", "")) == "Hello"
+
+
+@given(
+    pieces=st.lists(st.text("ab🙂", max_size=4), max_size=12),
+    stop=st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3),
+)
+def test_withheld_pieces_join_to_what_is_before_the_stop_string(pieces, stop):
+    """At every moment what was shown is a beginning of the end result: nothing has to be taken back."""
+    texts = ["".join(pieces[:count]) for count in range(len(pieces) + 1)]
+    said = next((text for text in texts if any(one in text for one in stop)), texts[-1])
+    whole, withheld, shown = cut(said, stop), Withheld(stop), ""
+    for piece in pieces:  # an answer ends with the piece that completes a stop string; the rest is no matter
+        shown += withheld.push(piece)
+        assert whole.startswith(shown)
+    assert shown + withheld.end() == whole
+
+
+def test_no_more_is_withheld_than_may_begin_a_stop_string():
+    withheld = Withheld(["<end>", "stop"])
+    assert [withheld.push(text) for text in ("a <", "e", "x ", "st", "ar")] == ["a ", "", "<ex ", "", "star"]
+    assert (withheld.push("<end"), withheld.end(), withheld.end()) == ("", "<end", "")

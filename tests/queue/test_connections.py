@@ -75,7 +75,7 @@ def test_memory_does_not_grow_with_unauthorised_bodies(server: Server) -> None:
 def hurried(server: Server, folder: Path) -> Iterator[int]:
     """A server whose time limits are short; yields its port."""
     script = (
-        "import spillover.queue.connection as c, spillover.queue.server as s, serving\n"
+        "import spillover.http.connection as c, spillover.queue.server as s, serving\n"
         "s.BODY_SECONDS = 1.0\n"
         "c.QUIET_SECONDS = 2.0\n"
         "serving.main()\n"

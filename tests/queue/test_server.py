@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Server
 from spillover.errors import InputError
+from spillover.http import serving as module
 from spillover.queue import Client, Task
 from spillover.queue import messages as m
-from spillover.queue import server as module
 from wire import JSON, MSGPACK, TOKEN, line, request, told
 
 pytestmark = pytest.mark.usefixtures("goes_on")
@@ -38,7 +38,7 @@ def test_a_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return False
 
     monkeypatch.setattr(module.hmac, "compare_digest", compare)
-    guarded = module._guarded(None, TOKEN)
+    guarded = module.guarded(None, TOKEN)
     scope = {"type": "http", "headers": [(b"authorization", b"Bearer nearly")]}
     coroutine = guarded(module.Request(scope))
     with pytest.raises(module.HTTPException, match="token"):

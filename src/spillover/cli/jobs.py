@@ -274,7 +274,7 @@ def execute(job: JobFile) -> None:
     from spillover.jobs.events import Events
 
     options = dict(job.options)
-    headless = _headless(options.pop("headless", None))
+    headless = is_headless(options.pop("headless", None))
     quiet = bool(options.pop("quiet", False))
     with display(job.command, headless=headless, quiet=quiet) as shown:
         events = Events(job.command, shown.show)
@@ -352,7 +352,7 @@ def _tell(result: Result, url: str | None, text: Callable[[str], None], quiet: b
         text(f"next: {result.next}")
 
 
-def _headless(asked: bool | None) -> bool:
+def is_headless(asked: bool | None) -> bool:
     """As asked, as ``SPILL_HEADLESS`` says, or by whether anybody can be watching."""
     if asked is not None:
         return asked

@@ -25,7 +25,7 @@ from spillover.engine.protocol import (
     TrainState,
     Work,
 )
-from spillover.engine.stopping import cut
+from spillover.engine.stopping import Withheld, cut
 from spillover.errors import EngineError
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "TokenLogprob",
     "TrainState",
     "Trainer",
+    "Withheld",
     "Work",
     "cut",
     "engine",

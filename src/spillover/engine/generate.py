@@ -35,6 +35,11 @@ class _Row:
         """Tokens that the row may come to have, prompt and answer."""
         return len(self.request.tokens) + self.request.max_tokens
 
+    @property
+    def draws(self) -> str:
+        """What its random numbers are drawn for."""
+        return self.request.id if self.request.draws is None else self.request.draws
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.finish = self.rule.push(token)
@@ -53,12 +58,18 @@ class _Row:
         )
 
 
+Told = Callable[[Request, int, TokenLogprob | None], None]
+"""Hears each token that a pass makes: of which request, and how likely it was if that was asked for."""
+
+
 class Scheduler:
     """Generates rows over the slots of one session of `model`.
 
     `stream` makes the text stream that stop strings are looked for in; requests with ``stop`` need it.
     `should_stop` is asked between passes: once it answers True, `run` ends and `partials` says what is
-    unfinished. ``prefilled`` and ``generated`` count tokens so far, ``traffic`` what passes moved and
+    unfinished. In it rows may be withdrawn, and what `run` pulls from may have more again after it had
+    nothing: as long as there are rows, it is asked before each pass. `told` hears tokens as they are made.
+    ``prefilled`` and ``generated`` count tokens so far, ``traffic`` what passes moved and
     multiplied at least, as far as the plan knows the model's speed.
     """
 
@@ -68,6 +79,7 @@ class Scheduler:
         *,
         stream: Callable[[], TextStream] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        told: Told = lambda request, token, logprob: None,
     ) -> None:
         self.prefilled = 0
         self.generated = 0
@@ -76,6 +88,7 @@ class Scheduler:
         self._session = model.session()
         self._stream = stream
         self._should_stop = should_stop
+        self._told = told
         self._rows: list[_Row] = []  # index = the session's row number
         self._newcomers: list[_Row] = []  # of the pass under way
         self._unscored: list[_Row] = []  # came with tokens whose log-probabilities are asked for
@@ -106,6 +119,27 @@ class Scheduler:
         held = [self._held] if self._held else []
         rows = (*self._finished, *self._rows, *self._newcomers, *held)
         return {row.request.id: list(row.tokens) for row in rows}
+
+    @property
+    def running(self) -> int:
+        """Rows that have a slot."""
+        return len(self._rows)
+
+    @property
+    def held(self) -> Request | None:
+        """What was pulled and waits for memory; nothing else is pulled before it has a slot."""
+        return self._held.request if self._held else None
+
+    def withdraw(self, request_id: str) -> list[int] | None:
+        """Forget a row between two passes; its tokens so far, or None if it is not here any more."""
+        if self._held is not None and self._held.request.id == request_id:
+            held, self._held = self._held, None
+            return held.tokens
+        for number, row in enumerate(self._rows):
+            if row.request.id == request_id:
+                self._remove(number)
+                return row.tokens
+        return None
 
     def _pull(self, source: Iterator[Request]) -> None:
         """Newcomers for one pass: as many as the session has room for, within the tokens of a pass."""
@@ -217,6 +251,7 @@ class Scheduler:
                 rows[place].logprobs.append(logprob)
         for row, token in zip(rows, tokens, strict=True):
             row.append(token)
+            self._told(row.request, token, row.logprobs[-1] if row.request.logprobs >= 0 else None)
         self.generated += len(rows)
         self._release()
 
@@ -229,7 +264,7 @@ class Scheduler:
             if greedy is not None and sampling.temperature == 0:
                 tokens.append(int(greedy[place]))
             else:
-                u = uniform(sampling.seed, row.request.id, len(row.tokens))
+                u = uniform(sampling.seed, row.draws, len(row.tokens))
                 tokens.append(sample(logits.numpy(place), sampling, u))
         return tokens
 
@@ -237,10 +272,14 @@ class Scheduler:
         for number in range(len(self._rows) - 1, -1, -1):
             row = self._rows[number]
             if row.finish is not None:
-                self._session.release(number)
+                self._remove(number)
                 self._finished.append(row)
-                self._rows[number] = self._rows[-1]
-                self._rows.pop()
+
+    def _remove(self, number: int) -> None:
+        """Free a row's slot; the last row takes its number."""
+        self._session.release(number)
+        self._rows[number] = self._rows[-1]
+        self._rows.pop()
 
 
 def _no_stream() -> TextStream:

@@ -49,7 +49,8 @@ class Request:
     ``tokens`` is the prompt and ``generated`` what an earlier run already answered; both are prefilled, and
     ``max_tokens`` counts both runs. ``logprobs`` is the number of alternatives to report per token (0 reports
     the chosen token alone, -1 nothing). ``adapter`` is an index into those the model was loaded with, -1 for
-    the base alone; without any, 0 is the base too.
+    the base alone; without any, 0 is the base too. ``draws`` decides the random numbers in place of the id,
+    for ids that are of one process.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Request:
     logprobs: int = 0
     generated: tuple[int, ...] = ()
     adapter: int = 0
+    draws: str | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,44 @@ class StopRule:
         return any(stop in seen for stop in self._strings)
 
 
+class Withheld:
+    """Text on its way out that never shows a part of a stop string: an end that may begin one is kept back.
+
+    The pieces joined are `cut` of the whole.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(text for text in stop if text)
+        self._kept = ""
+        self.over = False
+
+    def push(self, text: str) -> str:
+        """Add `text`; return what may be shown. After a stop string nothing is."""
+        if self.over:
+            return ""
+        text = self._kept + text
+        shown = cut(text, self._stop)
+        if len(shown) < len(text):
+            self.over, self._kept = True, ""
+            return shown
+        kept = self._possible(text)
+        shown, self._kept = text[: len(text) - kept], text[len(text) - kept :]
+        return shown
+
+    def end(self) -> str:
+        """What was kept back, as no more text comes."""
+        kept, self._kept = self._kept, ""
+        return "" if self.over else kept
+
+    def _possible(self, text: str) -> int:
+        """The length of the longest end of `text` that a stop string begins with."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
 def cut(text: str, stop: Sequence[str]) -> str:
     """`text` before the earliest stop string in it."""
     places = [place for place in (text.find(one) for one in stop if one) if place >= 0]

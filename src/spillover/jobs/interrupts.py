@@ -72,6 +72,10 @@ class Interrupts:
         by_person = self.signal == "SIGINT" and not self.headless
         return Ending.INTERRUPTED if by_person else Ending.PREEMPTED
 
+    def ask(self, name: str) -> None:
+        """Ask for an end at the next boundary, as the signal ``name`` does, from any thread."""
+        self.signal = self.signal or name
+
     @contextlib.contextmanager
     def quantum(self) -> Iterator[None]:
         """The body may be abandoned: it raises `Abandoned` once its time is over."""

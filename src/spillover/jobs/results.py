@@ -9,6 +9,7 @@ rows that ``tune`` takes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +22,7 @@ from spillover.models import Tokenizer
 if TYPE_CHECKING:
     from spillover.jobs.data.conversation import Message
 
-__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target", "last_reply"]
+__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target", "last_reply", "text_of"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Answers:
         """The first sample's text, and the line for a row with one completion a sample."""
         prompt = completions[0].prompt_tokens
         generated = sum(len(completion.tokens) for completion in completions)
-        choices = [self._choice(n, completion, decoding["stop"]) for n, completion in enumerate(completions)]
+        choices = [self.choice(n, completion, decoding["stop"]) for n, completion in enumerate(completions)]
         body = {
             "id": f"chatcmpl-{row.id}",
             "object": "chat.completion",
@@ -94,17 +95,19 @@ class Answers:
         ours = {"row": row.index, **self.facts}
         return ours if row.expected is None else ours | {"expected": row.expected}
 
-    def _choice(self, index: int, completion: Completion, stop: list[str]) -> dict[str, Any]:
-        text = _text(self.tokenizer, completion, stop)
+    def choice(self, index: int, completion: Completion, stop: Sequence[str]) -> dict[str, Any]:
+        """A choice of a chat completion."""
+        text = text_of(self.tokenizer, completion, stop)
         logprobs = completion.logprobs
         return {
             "index": index,
             "message": {"role": "assistant", "content": text},
             "finish_reason": completion.finish,
-            "logprobs": None if logprobs is None else {"content": [self._logprob(one) for one in logprobs]},
+            "logprobs": None if logprobs is None else {"content": [self.logprob(one) for one in logprobs]},
         }
 
-    def _logprob(self, one: TokenLogprob) -> dict[str, Any]:
+    def logprob(self, one: TokenLogprob) -> dict[str, Any]:
+        """A token of a choice, and what else was likely."""
         top = [self._token(token, value) for token, value in one.top]
         return self._token(one.token, one.logprob) | {"top_logprobs": top}
 
@@ -128,7 +131,7 @@ class Distilled:
     def line(self, row: Row, completions: list[Completion], decoding: dict[str, Any]) -> tuple[str, bytes]:
         """The completion's text, and the line of a row; there is one sample."""
         (completion,) = completions
-        text = _text(self.tokenizer, completion, decoding["stop"])
+        text = text_of(self.tokenizer, completion, decoding["stop"])
         messages, finish = row.messages, completion.finish
         if self.given:
             messages, reply = last_reply(row)
@@ -177,7 +180,7 @@ def _numbers(logprobs: list[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _text(tokenizer: Tokenizer, completion: Completion, stop: list[str]) -> str:
+def text_of(tokenizer: Tokenizer, completion: Completion, stop: Sequence[str]) -> str:
     """What a completion says, without the token that ended it and what a stop string cuts off."""
     ids = completion.tokens
     if completion.finish == "stop" and ids and ids[-1] in tokenizer.stop_ids:

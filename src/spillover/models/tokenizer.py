@@ -70,6 +70,10 @@ class Tokenizer:
         """Token ids of exactly this text: special tokens written in it count, none is added."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
+    def text_ids(self, text: str) -> list[int]:
+        """Token ids of a text that no template surrounds, with the special tokens that the tokenizer adds."""
+        return self._one_bos(list(self._inner.encode(text, add_special_tokens=True).ids))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; an incomplete UTF-8 sequence becomes U+FFFD."""
         return str(self._inner.decode(list(ids), skip_special_tokens=True))

@@ -11,26 +11,21 @@ whose disk fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
-import resource
-import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from spillover.errors import Busy, Full, InputError, SpillError, StoreError, StoreFull, Superseded
+from spillover.http.serving import bind, guarded, read_body, run
 from spillover.queue.coordinator import Coordinator
-from spillover.queue.inbox import Entry
 from spillover.queue.metrics import prometheus
 from spillover.queue.transport import BODY_BYTES, PATH, decode_call, told
 
@@ -41,7 +36,6 @@ AWAY_SECONDS = 10.0
 """How long the pool's folder may fail before serving ends, so that somebody else can take over."""
 RETRY_AFTER = "1"
 """Seconds, told to whoever is refused for the moment; a client of ours tries sooner at first."""
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def application(coordinator: Coordinator, token: str | None = None) -> Starlette:
@@ -65,7 +59,7 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
 
         try:
             with coordinator.inbox.entry() as entry:
-                body = await _body(request, entry)
+                body = await read_body(request, BODY_BYTES, BODY_SECONDS, lambda size: entry.add(size=size))
                 entry.add(calls=1)
                 answer = await run_in_threadpool(answered, body)
         except Busy as error:  # at once, without a thread
@@ -87,8 +81,8 @@ def application(coordinator: Coordinator, token: str | None = None) -> Starlette
 
     served = Starlette(
         routes=[
-            Route(PATH, _guarded(call, token), methods=["POST"]),
-            Route("/metrics", _guarded(metrics, token)),
+            Route(PATH, guarded(call, token), methods=["POST"]),
+            Route("/metrics", guarded(metrics, token)),
             Route("/health", health),
         ],
         exception_handlers={HTTPException: _refused},
@@ -106,66 +100,13 @@ def serve(
         port: 0 takes a free one.
         ready: told the port once connections are accepted.
     """
-    import uvicorn
-
-    from spillover.queue.connection import QUIET_SECONDS, Connection
-
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application(coordinator, token),
-            host=host,
-            port=port,
-            http=Connection,
-            ws="none",
-            log_level="error",
-            lifespan="off",
-            timeout_keep_alive=int(QUIET_SECONDS),
-            timeout_graceful_shutdown=10,
-        )
+    run(
+        application(coordinator, token),
+        bind(host, port),
+        ready=ready,
+        watch=lambda server: _watch(coordinator, server),
+        grace=10,
     )
-
-    async def run() -> None:
-        serving = asyncio.create_task(server.serve())
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            ready(server.servers[0].sockets[0].getsockname()[1])
-        watching = asyncio.create_task(_watch(coordinator, server))
-        await serving
-        watching.cancel()
-
-    with _many_files(), _absorbed_signals(server):
-        asyncio.run(run())
-
-
-@contextlib.contextmanager
-def _many_files() -> Iterator[None]:
-    """Let this process have as many connections as the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited" and does not mean it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@contextlib.contextmanager
-def _absorbed_signals(server: Any) -> Iterator[None]:
-    """Have a signal end the serving and nothing else: uvicorn raises it again when it is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 async def _watch(coordinator: Coordinator, server: Any) -> None:
@@ -205,38 +146,6 @@ def _status(coordinator: Coordinator, error: SpillError) -> int:
 def _refusal(content: bytes, status: int, kind: str) -> Response:
     headers = {"Retry-After": RETRY_AFTER} if status == 429 else None
     return Response(content, status, headers, media_type=kind)
-
-
-async def _body(request: Request, entry: Entry) -> bytes:
-    """The body, if it comes in time, is not too large, and there is room for it."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                if len(data) + len(piece) > BODY_BYTES:
-                    raise HTTPException(413, f"a body is limited to {BODY_BYTES >> 20} MiB")
-                entry.add(size=len(piece))
-                data += piece
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the client went away") from None
-    return bytes(data)
-
-
-def _guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
-    """``endpoint`` for those who know the token."""
-    if token is None:
-        return endpoint
-    wanted = f"Bearer {token}".encode()
-
-    async def guarded(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, wanted):
-            raise HTTPException(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
-        return await endpoint(request)
-
-    return guarded
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -1,7 +1,8 @@
-"""A connection of `spillover.queue.server` that nobody keeps open for nothing.
+"""A connection that nobody keeps open for nothing.
 
 uvicorn waits for ever for the first request of a connection, for the rest of a request's head, for the end of
-a body that was refused before it came, and for a client to take an answer. Here each of these has a time.
+a body that was refused before it came, and for a client to take an answer or a part of one. Here each of
+these has a time.
 """
 
 from __future__ import annotations
@@ -41,13 +42,23 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop()
 
     def _watch(self) -> None:
-        """Let the time run while no request is being answered, whatever arrives meanwhile."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Let the time run while no request is being answered, whatever arrives meanwhile, and while the
+        client is behind in taking an answer."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and not self.flow.write_paused:
             self._stop()
         elif self._quiet is None and ((left := self._untaken()) or not self.transport.is_closing()):
             self._quiet = self.loop.call_later(QUIET_SECONDS, self._end, left)
