@@ -171,7 +171,7 @@ def shallow(folder: Path, kept: tuple[int, ...]) -> Path:
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_teachers_distribution_teaches_more_than_its_text(
-    tmp_path: Path, demo_home: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the demo model into four of its layers, the same rows and steps: the loss on rows held out."""
     student = shallow(tmp_path / "student", (0, 1, 28, 29))

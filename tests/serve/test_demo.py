@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 
 from jobs.scenarios import run_job
 from served import Running, ask
-from spillover.models import resolve
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -23,13 +23,10 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("demo-serve") / "home"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPILL_HOME", str(home))
-        resolve("demo")
-    return home
+@pytest.fixture
+def demo_home() -> Path:
+    """Where the demo model is kept, or will be."""
+    return Path(os.environ.get("SPILL_HOME", Path.home() / ".spillover"))
 
 
 @pytest.mark.model
