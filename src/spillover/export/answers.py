@@ -1,0 +1,116 @@
+"""What the trained model, its adapter beside the weights, says to held-out prompts: greedy, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from spillover.engine import Request, Sampling, Scheduler, Work, engine
+from spillover.errors import InputError, ModelError
+from spillover.export.settings import LEAST_ROWS
+
+if TYPE_CHECKING:
+    from spillover.models import Adapter, Model, Tokenizer
+
+__all__ = ["MOST_ROWS", "Computing", "Question", "Reply", "ask", "questions"]
+
+Report = Callable[[int, int], None]
+
+MOST_ROWS = 1000
+"""Rows of a longer file that are compared; the first ones."""
+BATCH = 16
+_ROUND = 64
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One prompt: where it is from, its messages, and the tokens that the model's own tokenizer makes of
+    it."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    prompt: list[int]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the trained model says: its tokens, and the natural log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What to compute with: bytes of memory and the device, None to choose."""
+
+    memory: int | None = None
+    device: str | None = None
+
+    def work(self, sequence: int, limit: int) -> Work:
+        """Rows of up to `sequence` tokens, in float32, within a context of `limit`."""
+        length = min(limit, -(-sequence // _ROUND) * _ROUND)
+        return Work("generate", BATCH, length, numerics="float32", device=self.device, memory=self.memory)
+
+
+def questions(path: Path | None, tokenizer: Tokenizer, room: int) -> list[Question]:
+    """The rows of `path`, or those that come with the package, each of at most `room` tokens.
+
+    Raises `InputError` for a file that is no file of prompts or has too few, `ModelError` when the model's
+    chat template has no way to write one.
+    """
+    from spillover.jobs.data import check_file, read_rows
+
+    with resources.as_file(resources.files("spillover.export") / "prompts.jsonl") as packaged:
+        source = path or packaged
+        summary = check_file(source, "prompt")
+        if summary.rows < LEAST_ROWS:
+            raise InputError(
+                f"{source} has {summary.rows} rows; answers to at least {LEAST_ROWS} are compared",
+                hint="add rows, or leave out --parity to use those that come with spillover",
+            )
+        rows = islice(read_rows(source, "prompt", stamp=summary.stamp), MOST_ROWS)
+        return [_question(source.name, row, tokenizer, room) for row in rows]
+
+
+def _question(source: str, row: Any, tokenizer: Tokenizer, room: int) -> Question:
+    try:
+        prompt = tokenizer.prompt_ids(row.messages, tools=row.tools)
+    except ModelError as error:
+        raise ModelError(f"{source}:{row.line}: {error}", hint=error.hint) from None
+    if len(prompt) > room:
+        raise InputError(
+            f"{source}:{row.line}: a prompt of {len(prompt)} tokens is too long, {room} fit",
+            hint="shorten the row, or lower --tokens",
+        )
+    return Question(f"{source}:{row.line}", row.messages, row.tools, prompt)
+
+
+def ask(
+    model: Model,
+    adapter: Adapter | None,
+    tokenizer: Tokenizer,
+    asked: list[Question],
+    tokens: int,
+    computing: Computing,
+    report: Report,
+) -> list[Reply]:
+    """The replies of the trained model, in order, of up to `tokens` tokens."""
+    computes = engine("torch")
+    longest = max(len(question.prompt) for question in asked) + tokens
+    plan = computes.plan(model, computing.work(longest, model.config.max_positions))
+    loaded = computes.load(model, plan, [adapter] if adapter is not None else [])
+    requests = (
+        Request(str(i), tuple(question.prompt), tokens, Sampling(), tokenizer.stop_ids)
+        for i, question in enumerate(asked)
+    )
+    replies: dict[int, Reply] = {}
+    for done in Scheduler(loaded).run(requests):
+        replies[int(done.id)] = Reply(done.tokens, [one.logprob for one in done.logprobs or ()])
+        report(len(replies), len(asked))
+    return [replies[i] for i in range(len(asked))]
