@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, processors, trainers
 
 from engine import tiny
-from models.folders import write_tokenizer
+from models.folders import CHATML, CORPUS, write_tokenizer
 from spillover.models import Adapter, LoraConfig, Model, ModelConfig, initial, resolve
 
 VOCABULARY = {"vocab_size": 416}
@@ -63,3 +65,32 @@ def rows(count: int, length: int, vocabulary: int = 400) -> list[list[int]]:
     """Random sequences of tokens."""
     source = np.random.default_rng(1)
     return [source.integers(1, vocabulary, length).tolist() for _ in range(count)]
+
+
+def write_sentencepiece(folder: Path, *, prefix: bool = True) -> Path:
+    """A SentencePiece-like tokenizer: characters, and bytes to fall back on."""
+    source = Tokenizer(models.BPE())
+    source.normalizer = normalizers.Replace(" ", "▁")
+    source.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=140, show_progress=False))
+    trained = json.loads(source.to_str())["model"]
+    merged = ["".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in trained["merges"]]
+    single = [token for token in trained["vocab"] if token not in merged]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *merged, *single]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in dict.fromkeys(merged)
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    inner = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if prefix else steps)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    document = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(document))
+    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -9,17 +10,17 @@ import numpy as np
 import pytest
 
 from engine import tiny
-from export.families import CHANGES, adapter_for, build, rows
+from export.families import CHANGES, adapter_for, build, rows, write_sentencepiece
 from spillover.errors import ModelError
 from spillover.export import merge
 from spillover.export.gguf import writer
 from spillover.export.gguf.architecture import architecture, context_of
 from spillover.export.gguf.reader import expand, template_of, tokenizer_of
 from spillover.export.gguf.tensors import interleaved, separated
-from spillover.export.gguf.vocabulary import vocabulary
+from spillover.export.gguf.vocabulary import PRE, vocabulary
 from spillover.export.gguf.writer import size_of, write_gguf
 from spillover.export.merge import Merged
-from spillover.models import Model
+from spillover.models import Model, resolve
 from spillover.models import demo as demo_module
 
 
@@ -123,6 +124,72 @@ def test_the_tokenizer_and_template_come_back(tmp_path: Path, home: Path) -> Non
     assert len(fields["tokenizer.ggml.tokens"]) == 416 and fields["tokenizer.ggml.tokens"][415] == "[PAD415]"
     kinds = fields["tokenizer.ggml.token_type"]
     assert (kinds[415], kinds[ours.encode("<|im_end|>")[0]], kinds[ours.encode("a")[0]]) == (5, 3, 1)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_tokenizer_over_characters_comes_back(tmp_path: Path, home: Path, prefix: bool) -> None:
+    folder = build(tmp_path / "model", "llama").path
+    model = resolve(str(write_sentencepiece(folder, prefix=prefix)))
+    path = written(model, tmp_path / "x.gguf")
+    ours, back = model.tokenizer(), tokenizer_of(path)
+    for text in ("<|im_start|>user\nThe capital of Größe 🙂 12<|im_end|>\n", "  two spaces", "東京"):
+        assert back.encode(text, add_special_tokens=False).ids == ours.encode(text)
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.add_space_prefix"]) == ("llama", prefix)
+    assert (fields["tokenizer.ggml.add_bos_token"], fields["tokenizer.ggml.add_eos_token"]) == (True, False)
+    assert fields["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    assert fields["tokenizer.ggml.eot_token_id"] == ours.encode("<|im_end|>")[0]
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_splits_are_told_by_name(tmp_path: Path, home: Path, name: str) -> None:
+    """Each split that has a name is recognised in a tokenizer.json, and text is cut the same afterwards."""
+    folder = build(tmp_path / "model", "llama").path
+    document = json.loads((folder / "tokenizer.json").read_text())
+    steps = [
+        {"type": "Digits", "individual_digits": True}
+        if part == "digits"
+        else {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": "words" in part,
+        }
+        if part.startswith("bytes")
+        else {"type": "Split", "pattern": {"Regex": part}, "behavior": "Isolated", "invert": False}
+        for part in PRE[name]
+    ]
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    model = resolve(str(folder))
+    path = written(model, tmp_path / "x.gguf")
+    assert gguf.GGUFReader(path).fields["tokenizer.ggml.pre"].contents() == name
+    ours, back = model.tokenizer(), tokenizer_of(path)
+    for text in ("it's WE'LL 12345 x\n\n  y/z?\n", "Größe 東京 🙂"):
+        assert back.encode(text, add_special_tokens=False).ids == ours.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for its pre-tokenizer Whitespace"),
+        ({"pre_tokenizer": None}, "no name for how it splits text"),
+        ({"normalizer": {"type": "Lowercase"}}, "its normalizer is Lowercase"),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+            "its model is WordLevel, not BPE",
+        ),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(
+    tmp_path: Path, home: Path, changes: dict, words: str
+) -> None:
+    folder = build(tmp_path / "model", "llama").path
+    document = json.loads((folder / "tokenizer.json").read_text()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    model = resolve(str(folder))
+    with pytest.raises(ModelError, match=words):
+        vocabulary(model, model.tokenizer())
 
 
 def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path, home: Path) -> None:

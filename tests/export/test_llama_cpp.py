@@ -15,8 +15,9 @@ import pytest
 
 from data import ROOT
 from engine import tiny
-from export.families import CHANGES, adapter_for, build, rows
+from export.families import CHANGES, adapter_for, build, rows, write_sentencepiece
 from export.test_gguf import written
+from spillover.models import resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from peer import Process, cache
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     not (LLAMA / "complete").exists(), reason="python benchmarks/export_parity.py installs llama.cpp"
 )
 NAMES = [name for name in CHANGES if name != "phi3-short"]
-"""Without a context below 256 tokens, which llama.cpp rounds up to, and then takes the angles of longer ones."""
+"""Without the one of a context below 256 tokens, which llama.cpp rounds up to."""
 TEXTS = [
     "The capital of France is Paris.",
     "<|im_start|>user\nGröße 🙂 it's 12345 \n\n  東京<|im_end|>\n<|im_start|>assistant\n",
@@ -63,3 +64,16 @@ def test_it_computes_what_the_trained_model_computes(
     assert llama.ask("tokens", texts=TEXTS) == [words.encode(text) for text in TEXTS]
     assert llama.ask("template") == words.chat.templates["default"]
     assert known["eos"] == words.encode("<|im_end|>")[0]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_it_cuts_text_by_characters_as_the_tokenizer_does(
+    tmp_path: Path, home: Path, prefix: bool, llama: Process
+) -> None:
+    folder = build(tmp_path / "model", "llama").path
+    model = resolve(str(write_sentencepiece(folder, prefix=prefix)))
+    path = written(model, tmp_path / "x.gguf")
+    known = llama.ask("open", path=str(path), length=256)
+    words = model.tokenizer()
+    assert llama.ask("tokens", texts=TEXTS) == [words.encode(text) for text in TEXTS]
+    assert (known["bos"], known["eos"], known["add_bos"]) == (1, 2, True)

@@ -13,6 +13,7 @@ import typer
 
 from spillover.cli.answers import answer
 from spillover.cli.progress import counting
+from spillover.errors import InputError
 
 if TYPE_CHECKING:
     from spillover.export.export import Exported
@@ -69,13 +70,21 @@ def export(
     from spillover.export.answers import Computing
     from spillover.export.export import export_model
     from spillover.export.settings import ExportSettings
-    from spillover.sizes import parse_size
 
     settings = ExportSettings(model, to, format, type, parity, tokens, bound, ollama, overwrite)
-    computing = Computing(None if memory is None else parse_size(memory), device)
+    computing = Computing(_bytes(memory), device)
     with _preemptible(), _shown(silent=json) as report:
         exported = export_model(settings, weights=weights, computing=computing, report=report)
     answer(exported.record, json, lambda: _lines(exported))
+
+
+def _bytes(memory: str | None) -> int | None:
+    from spillover.sizes import parse_size
+
+    try:
+        return None if memory is None else parse_size(memory)
+    except InputError as error:
+        raise InputError(f"--memory {error}", hint="--memory 2GB, --memory 1500MiB") from None
 
 
 @contextlib.contextmanager

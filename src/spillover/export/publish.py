@@ -110,16 +110,21 @@ def _locked(partial: Path, target: Path) -> Iterator[None]:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when the process dies
+            _lock(descriptor, target)
             if _is(partial, descriptor):
                 yield
                 return
-        except BlockingIOError:
-            raise InputError(
-                f"another process is exporting to {target}", hint="wait for it, or choose another --to"
-            ) from None
         finally:
             os.close(descriptor)
+
+
+def _lock(descriptor: int, target: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when the process dies
+    except BlockingIOError:
+        raise InputError(
+            f"another process is exporting to {target}", hint="wait for it, or choose another --to"
+        ) from None
 
 
 def _is(path: Path, descriptor: int) -> bool:
