@@ -72,6 +72,7 @@ def test_a_folder_is_published_with_its_figures(trained: Trained, place: Path) -
     for name, file in record.files.items():
         data = (place / "out" / name).read_bytes()
         assert (file.bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert (record.parity.adapter_mean_difference or 0) > 0.01
     for stage in ("asking the trained model", "writing"):
         assert stages[stage][0] == stages[stage][1] > 0
     assert resolve(str(place / "out")).tokenizer().vocab_size == trained.model.tokenizer().vocab_size
@@ -110,6 +111,24 @@ def test_what_answers_otherwise_is_refused_and_its_rows_are_named(
     error = refused(trained.name, place / "x.gguf", type="f32", format="gguf")
     assert isinstance(error, ModelError)
     assert "the export is refused: it agrees on" in str(error) and "rows differ: prompts.jsonl:" in str(error)
+
+
+@pytest.mark.slow
+def test_a_weak_adapter_must_be_there_too(
+    base: Path, home: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly every token agrees with the base alone: log-probabilities tell that the adapter is missing."""
+    model = resolve(str(base))
+    save("weak", adapter_for(model.config, MODULES, scale=0.002))
+    merged = module.Merged
+    monkeypatch.setattr(module, "Merged", lambda model, adapter: merged(model, None))
+    error = refused(f"{base}+weak", place / "out", tokens=8)
+    assert "what was trained is lost" in str(error)
+    exported = export(f"{base}+weak", place / "out", tokens=8, bound=0.9)
+    parity = exported.record.parity
+    assert parity.agreement > 0.99
+    assert parity.logprob_mean_difference == pytest.approx(parity.adapter_mean_difference, rel=1e-3)
+    assert exported.record.notes == ["what the adapter changes is about as small as what the type rounds"]
 
 
 @pytest.mark.slow

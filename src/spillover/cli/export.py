@@ -116,9 +116,11 @@ def _lines(exported: Exported) -> Iterator[str]:
         f"agrees with the trained model on {parity.agree:,} of {parity.tokens:,} tokens "
         f"({parity.agreement:.2%}) of {parity.rows} answers; the bound is {record.bound:.2%}"
     )
+    moved = parity.adapter_mean_difference
     yield (
         f"log-probabilities differ by {parity.logprob_mean_difference:.2g} on average, "
         f"{parity.logprob_max_difference:.2g} at most"
+        + (f"; the adapter changes them by {moved:.2g}" if moved is not None else "")
     )
     yield from (f"note: {note}" for note in record.notes)
     modelfile = next((path for path in exported.files if path.name.endswith("Modelfile")), None)

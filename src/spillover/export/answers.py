@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from spillover.engine import Request, Sampling, Scheduler, Work, engine
+from spillover.engine import Completion, Request, Sampling, Scheduler, TokenLogprob, Work, engine
 from spillover.errors import InputError, ModelError
 from spillover.export.settings import LEAST_ROWS
 
@@ -39,10 +39,14 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the trained model says: its tokens, and the natural log-probability of each."""
+    """What the trained model says: its tokens, and the natural log-probability of each.
+
+    ``untrained`` are those that the base alone gives to the same tokens; empty where there is no adapter.
+    """
 
     tokens: list[int]
     logprobs: list[float]
+    untrained: list[float] = []
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,21 @@ def ask(
         Request(str(i), tuple(question.prompt), tokens, Sampling(), tokenizer.stop_ids)
         for i, question in enumerate(asked)
     )
-    replies: dict[int, Reply] = {}
+    said: dict[int, Completion] = {}
     for done in Scheduler(loaded).run(requests):
-        replies[int(done.id)] = Reply(done.tokens, [one.logprob for one in done.logprobs or ()])
-        report(len(replies), len(asked))
-    return [replies[i] for i in range(len(asked))]
+        said[int(done.id)] = done
+        report(len(said), len(asked))
+    replies = [said[i] for i in range(len(asked))]
+    untrained: list[list[TokenLogprob]] = [[] for _ in asked]
+    if adapter is not None:
+        whole = [(*question.prompt, *reply.tokens) for question, reply in zip(asked, replies, strict=True)]
+        starts = [len(question.prompt) for question in asked]
+        untrained = loaded.score(whole, starts, adapters=[-1] * len(asked))
+    return [
+        Reply(reply.tokens, _logprobs(reply.logprobs or ()), _logprobs(base))
+        for reply, base in zip(replies, untrained, strict=True)
+    ]
+
+
+def _logprobs(tokens: Iterable[TokenLogprob]) -> list[float]:
+    return [one.logprob for one in tokens]

@@ -15,7 +15,7 @@ from spillover.export.gguf import writer as ggufs
 from spillover.export.gguf.architecture import architecture, context_of
 from spillover.export.gguf.vocabulary import Vocabulary, vocabulary
 from spillover.export.merge import Merged
-from spillover.export.parity import Parity, judge, measure
+from spillover.export.parity import Parity, judge, lost, measure
 from spillover.export.publish import (
     RECORD,
     check_room,
@@ -126,7 +126,9 @@ def export_model(
         notes = _write(plan, made, report)
         exported = made / plan.file if settings.kind == "gguf" else made
         parity = measure(exported, scratch, plan.asked, replies, computing, _part(report, "checking"))
-        judge(parity, plan.bound)
+        judge(parity, plan.bound, kept=settings.bound is None)
+        if lost(parity):
+            notes.append("what the adapter changes is about as small as what the type rounds")
         record = _record(plan, made, parity, notes)
         (made / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         return Exported(*_publish(plan, made), record)

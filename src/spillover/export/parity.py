@@ -20,12 +20,14 @@ from spillover.errors import ModelError
 from spillover.export.answers import Computing, Question, Reply
 from spillover.export.check import Outcome, Request, Scored
 
-__all__ = ["Difference", "Parity", "judge", "measure"]
+__all__ = ["Difference", "Parity", "judge", "lost", "measure"]
 
 Report = Callable[[int, int], None]
 
 _NAMED = 8
 """Rows that an error names."""
+_NOTICED = 0.01
+"""A mean difference of log-probabilities below which an adapter has hardly learnt anything."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -48,6 +50,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     same_prompts: int
     logprob_mean_difference: float
     logprob_max_difference: float
+    adapter_mean_difference: float | None
     differing: list[Difference]
 
 
@@ -75,9 +78,11 @@ def measure(
     return _compare(asked, replies, outcome.rows)
 
 
-def judge(parity: Parity, bound: float) -> None:
-    """Raise `ModelError`, naming rows that differ, unless enough tokens agree and every prompt is the
-    same."""
+def judge(parity: Parity, bound: float, *, kept: bool = True) -> None:
+    """Raise `ModelError` unless enough tokens agree, naming rows that differ, and every prompt is the same.
+
+    With `kept`, what the adapter changes must be there, too: see `lost`.
+    """
     prompts = [one for one in parity.differing if not one.same_prompt]
     if prompts:
         raise ModelError(
@@ -93,6 +98,19 @@ def judge(parity: Parity, bound: float) -> None:
             f"{_names(worst)}",
             hint="choose a wider --type, or a lower --bound",
         )
+    if kept and lost(parity) and (parity.adapter_mean_difference or 0.0) >= _NOTICED:
+        raise ModelError(
+            f"the export is refused: the adapter changes log-probabilities by "
+            f"{parity.adapter_mean_difference:.2g} on average, and the export is "
+            f"{parity.logprob_mean_difference:.2g} off: what was trained is lost",
+            hint="choose a wider --type, or give a --bound to go by that alone",
+        )
+
+
+def lost(parity: Parity) -> bool:
+    """Whether the export is more than half as far from the trained model as the base without adapter is."""
+    moved = parity.adapter_mean_difference
+    return moved is not None and parity.logprob_mean_difference > moved / 2
 
 
 def _names(rows: list[Difference]) -> str:
@@ -146,5 +164,16 @@ def _compare(asked: list[Question], replies: list[Reply], rows: list[Scored]) ->
         same_prompts=sum(row.same_prompt for row in rows),
         logprob_mean_difference=sum(gaps) / len(gaps),
         logprob_max_difference=max(gaps),
+        adapter_mean_difference=_moved(replies),
         differing=differing,
     )
+
+
+def _moved(replies: list[Reply]) -> float | None:
+    """How far the adapter moves log-probabilities, on average."""
+    gaps = [
+        abs(mine - base)
+        for reply in replies
+        for mine, base in zip(reply.logprobs, reply.untrained, strict=False)  # without an adapter, none
+    ]
+    return sum(gaps) / len(gaps) if gaps else None
