@@ -99,7 +99,8 @@ def main() -> None:
                 )
                 llama.ask("open", path=str(path), length=CONTEXT)
                 share, gap, alike = agreement(llama, model, asked, replies)
-                mine, difference = record.parity.agreement, record.parity.logprob_mean_difference
+                parity = record.parity
+                mine, difference = parity.agree / parity.tokens, parity.logprob_mean_difference
                 report.add(f"{kind}, {what}, tokens", share, mine, "share", higher_is_better=True)
                 report.add(f"{kind}, {what}, log-prob", gap, difference, "mean", higher_is_better=False)
                 print(

@@ -86,7 +86,8 @@ def test_a_gguf_file_comes_with_its_companions(trained: Trained, place: Path) ->
     record = msgspec.json.decode((place / "x.export.json").read_bytes(), type=Record)
     assert (record.format, record.type, record.bound) == ("gguf", "q8_0", 0.5)
     assert record.files["x.gguf"].bytes == (place / "x.gguf").stat().st_size
-    assert 0.5 <= record.parity.agreement < 1
+    assert record.parity.agree < record.parity.tokens > record.parity.clear > 0
+    assert record.parity.agreement == record.parity.clear_agree / record.parity.clear >= 0.5
     assert (place / "x.Modelfile").read_text().startswith("FROM ./x.gguf\n")
     differing = [one for one in record.parity.differing if one.agree < one.tokens]
     assert (
@@ -130,6 +131,33 @@ def test_a_weak_adapter_must_be_there_too(
     assert parity.agreement > 0.9
     assert parity.logprob_mean_difference == pytest.approx(parity.adapter_mean_difference, rel=1e-3)
     assert exported.record.notes == ["what the adapter changes is about as small as what the type rounds"]
+
+
+def test_near_ties_count_for_nothing_and_every_row_is_named_that_differs() -> None:
+    from spillover.export.answers import Question, Reply
+    from spillover.export.check import Scored
+    from spillover.export.parity import _compare, judge
+
+    asked = [Question(f"x:{n}", [], None, [1]) for n in range(3)]
+    replies = [
+        Reply([5, 6], [-0.1, -0.7], [2.0, 0.1]),
+        Reply([7, 8], [-0.2, -0.3], [1.0, 1.5]),
+        Reply([9], [-1.0], [3.0]),
+    ]
+    rows = [Scored(True, [5, 4], [-0.1, -0.8]), Scored(True, [7, 3], [-0.2, -0.9]), Scored(True, [9], [-1.0])]
+    parity = _compare(asked, replies, rows)
+    assert (parity.tokens, parity.agree, parity.clear, parity.clear_agree, parity.agreement) == (
+        5,
+        3,
+        4,
+        3,
+        0.75,
+    )
+    assert [(one.row, one.agree, one.wrong) for one in parity.differing] == [("x:0", 1, 0), ("x:1", 1, 1)]
+    assert parity.logprob_mean_difference == pytest.approx(0.14) and parity.adapter_mean_difference is None
+    judge(parity, 0.75)
+    with pytest.raises(ModelError, match=r"3 of 4 clear tokens \(75\.00%, .*; 1 of 3 rows differ: x:1"):
+        judge(parity, 0.76)
 
 
 @pytest.mark.slow

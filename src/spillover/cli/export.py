@@ -113,8 +113,8 @@ def _lines(exported: Exported) -> Iterator[str]:
     size = sum(file.bytes for file in record.files.values())
     yield f"{exported.path}: {record.format}, {record.type}, {size / 1e6:,.1f} MB"
     yield (
-        f"agrees with the trained model on {parity.agree:,} of {parity.tokens:,} tokens "
-        f"({parity.agreement:.2%}) of {parity.rows} answers; the bound is {record.bound:.2%}"
+        f"agrees with the trained model on {parity.agree:,} of {parity.tokens:,} tokens of {parity.rows} "
+        f"answers, near ties left out on {parity.agreement:.2%}; the bound is {record.bound:.2%}"
     )
     moved = parity.adapter_mean_difference
     yield (

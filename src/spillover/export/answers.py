@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
@@ -41,11 +41,13 @@ class Question(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """What the trained model says: its tokens, and the natural log-probability of each.
 
-    ``untrained`` are those that the base alone gives to the same tokens; empty where there is no adapter.
+    ``margins`` are how much less likely the second-best token is, in nats. ``untrained`` are those that the
+    base alone gives to the same tokens; empty where there is no adapter.
     """
 
     tokens: list[int]
     logprobs: list[float]
+    margins: list[float]
     untrained: list[float] = []
 
 
@@ -110,7 +112,7 @@ def ask(
     plan = computes.plan(model, computing.work(longest, model.config.max_positions))
     loaded = computes.load(model, plan, [adapter] if adapter is not None else [])
     requests = (
-        Request(str(i), tuple(question.prompt), tokens, Sampling(), tokenizer.stop_ids)
+        Request(str(i), tuple(question.prompt), tokens, Sampling(), tokenizer.stop_ids, logprobs=2)
         for i, question in enumerate(asked)
     )
     said: dict[int, Completion] = {}
@@ -124,10 +126,14 @@ def ask(
         starts = [len(question.prompt) for question in asked]
         untrained = loaded.score(whole, starts, adapters=[-1] * len(asked))
     return [
-        Reply(reply.tokens, _logprobs(reply.logprobs or ()), _logprobs(base))
+        Reply(reply.tokens, _logprobs(reply.logprobs), _margins(reply.logprobs), _logprobs(base))
         for reply, base in zip(replies, untrained, strict=True)
     ]
 
 
-def _logprobs(tokens: Iterable[TokenLogprob]) -> list[float]:
-    return [one.logprob for one in tokens]
+def _logprobs(tokens: list[TokenLogprob] | None) -> list[float]:
+    return [one.logprob for one in tokens or ()]
+
+
+def _margins(tokens: list[TokenLogprob] | None) -> list[float]:
+    return [one.top[0][1] - one.top[1][1] for one in tokens or ()]

@@ -24,6 +24,8 @@ __all__ = ["Difference", "Parity", "judge", "lost", "measure"]
 
 Report = Callable[[int, int], None]
 
+TIE = 0.25
+"""Nats between the two most likely tokens below which rounding may decide between them."""
 _NAMED = 8
 """Rows that an error names."""
 _NOTICED = 0.01
@@ -31,11 +33,15 @@ _NOTICED = 0.01
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A row whose answer differs: how many of its tokens agree, and whether its prompt is the same."""
+    """A row whose answer differs: how many of its tokens agree, and whether its prompt is the same.
+
+    ``wrong`` of the others were no near ties.
+    """
 
     row: str
     tokens: int
     agree: int
+    wrong: int
     same_prompt: bool
 
 
@@ -46,6 +52,8 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     tokens: int
     agree: int
+    clear: int
+    clear_agree: int
     agreement: float
     same_prompts: int
     logprob_mean_difference: float
@@ -91,9 +99,11 @@ def judge(parity: Parity, bound: float, *, kept: bool = True) -> None:
             hint="export safetensors, which keeps the tokenizer as it is",
         )
     if parity.agreement < bound:
-        worst = sorted(parity.differing, key=lambda one: one.agree / one.tokens)
+        worst = sorted(
+            (one for one in parity.differing if one.wrong), key=lambda one: -one.wrong / one.tokens
+        )
         raise ModelError(
-            f"the export is refused: it agrees on {parity.agree:,} of {parity.tokens:,} tokens "
+            f"the export is refused: it agrees on {parity.clear_agree:,} of {parity.clear:,} clear tokens "
             f"({parity.agreement:.2%}, the bound is {bound:.2%}); {len(worst)} of {parity.rows} rows differ: "
             f"{_names(worst)}",
             hint="choose a wider --type, or a lower --bound",
@@ -149,18 +159,22 @@ def _run(request: Path, report: Report) -> Outcome:
 
 
 def _compare(asked: list[Question], replies: list[Reply], rows: list[Scored]) -> Parity:
-    differing, gaps, agree = [], [], 0
+    differing, gaps, agree, wrong = [], [], 0, 0
     for question, reply, row in zip(asked, replies, rows, strict=True):
-        same = sum(mine == theirs for mine, theirs in zip(reply.tokens, row.tokens, strict=True))
-        agree += same
+        same = [mine == theirs for mine, theirs in zip(reply.tokens, row.tokens, strict=True)]
+        missed = sum(margin >= TIE and not one for margin, one in zip(reply.margins, same, strict=True))
+        agree, wrong = agree + sum(same), wrong + missed
         gaps += [abs(mine - theirs) for mine, theirs in zip(reply.logprobs, row.logprobs, strict=True)]
-        if same < len(reply.tokens) or not row.same_prompt:
-            differing.append(Difference(question.id, len(reply.tokens), same, row.same_prompt))
+        if not all(same) or not row.same_prompt:
+            differing.append(Difference(question.id, len(same), sum(same), missed, row.same_prompt))
+    clear = sum(margin >= TIE for reply in replies for margin in reply.margins)
     return Parity(
         rows=len(rows),
         tokens=len(gaps),
         agree=agree,
-        agreement=agree / len(gaps),
+        clear=clear,
+        clear_agree=clear - wrong,
+        agreement=(clear - wrong) / clear if clear else 1.0,
         same_prompts=sum(row.same_prompt for row in rows),
         logprob_mean_difference=sum(gaps) / len(gaps),
         logprob_max_difference=max(gaps),

@@ -17,7 +17,7 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 
 BOUNDS = {"f32": 0.99, "f16": 0.98, "bf16": 0.97, "q8_0": 0.95}
-"""The least share of tokens that must agree, by type; see `docs/design/export.md`."""
+"""The least share of tokens, near ties left out, that must agree, by type; see `docs/design/export.md`."""
 
 LEAST_ROWS = 50
 
