@@ -36,6 +36,7 @@ STRUCTS = (
     "spillover.jobs.runs.JobFile",
     "spillover.jobs.runs.Manifest",
     "spillover.models.pins.Pin",
+    "spillover.export.export.Record",
     "spillover.pool.folder.Identity",
     "spillover.pool.gate.Resident",
     *(f"spillover.queue.messages.{name}" for name in "Task Submitted Acquired Completion Receipt".split()),

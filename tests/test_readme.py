@@ -86,6 +86,16 @@ def test_the_story_of_a_kill_runs_as_written(tmp_path: Path) -> None:
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 48
 
 
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_exports_are_published_with_their_figures(tmp_path: Path) -> None:
+    tune = "spill example tickets && spill tune demo tickets/train.jsonl --name tickets --lr 5e-4 --steps 20"
+    output = shell(f"{tune} && {block('export')}", tmp_path)
+    assert output.count("agrees with the trained model on") == 2
+    assert {"tickets.gguf", "tickets.export.json", "tickets.Modelfile"} <= set(os.listdir(tmp_path))
+    assert (tmp_path / "tickets-model" / "export.json").exists()
+
+
 def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     found = re.search(r"```python\n(.*?)```", README, re.DOTALL)

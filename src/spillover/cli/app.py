@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spillover import __version__
-from spillover.cli import catalog, inspect, jobs, machine, pool, prepare, queue, serve
+from spillover.cli import catalog, export, inspect, jobs, machine, pool, prepare, queue, serve
 from spillover.errors import InputError
 
 __all__ = ["app", "usage_error"]
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("run")(jobs.run)
 app.command("distill")(jobs.distill)
 app.command("tune")(jobs.tune)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("resume")(jobs.resume)
 app.command("stop")(inspect.stop)

@@ -43,7 +43,7 @@ from spillover.models import adapters as adapter_folders
 from spillover.state import Control, Identity, State
 from spillover.store import Store
 
-__all__ = ["RunSettings", "RunWork", "run_rows"]
+__all__ = ["RunSettings", "RunWork", "adapter_of", "digest", "run_rows"]
 
 ROUND = 64
 """Sequence lengths are planned in steps of this many tokens."""
@@ -190,7 +190,7 @@ class RunWork:
         return s.more | {
             "command": s.command,
             "weights": self.model.fingerprint,
-            "adapter": _digest(self.adapter) if self.adapter else None,
+            "adapter": digest(self.adapter) if self.adapter else None,
             "input": self.summary.sha256,
             "max_tokens": s.max_tokens,
             "temperature": s.temperature,
@@ -301,7 +301,7 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     events.emit("stage", stage="input", message=f"reading {settings.data}")
     summary = check_file(settings.data, settings.purpose)
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
-    adapter = _adapter(model)
+    adapter = adapter_of(model)
     tokenizer = model.tokenizer()
     computing = engine(options.engine)
     rows = read_rows(settings.data, settings.purpose, stamp=summary.stamp)
@@ -314,7 +314,7 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
 
 
-def _adapter(model: Model) -> Adapter | None:
+def adapter_of(model: Model) -> Adapter | None:
     """The adapter that the model's name asks for, checked against the base."""
     names = model.ref.adapters
     if not names:
@@ -326,7 +326,7 @@ def _adapter(model: Model) -> Adapter | None:
     return adapter
 
 
-def _digest(adapter: Adapter) -> str:
+def digest(adapter: Adapter) -> str:
     """The sha256 of what an adapter does: its scale, names, shapes and values."""
     sha = hashlib.sha256(repr(adapter.config.scale).encode())
     for name, array in sorted(adapter.tensors.items()):

@@ -33,7 +33,7 @@ from spillover.errors import InputError, StoreError, StoreFull
 from spillover.jobs.events import Event
 from spillover.state import Identity
 
-__all__ = ["JobFile", "Manifest", "Run", "atomic_file", "find_run", "list_runs", "run_id"]
+__all__ = ["JobFile", "Manifest", "Run", "atomic_file", "find_run", "list_runs", "run_id", "versions"]
 
 RUNS = Path("runs")
 
@@ -101,7 +101,7 @@ class Run:
             host=socket.gethostname(),
             pid=os.getpid(),
             hardware=hardware(),
-            versions=_versions("spillover", "torch", "numpy", "tokenizers", "safetensors"),
+            versions=versions("spillover", "torch", "numpy", "tokenizers", "safetensors"),
         )
         _write(self.folder / "manifest.json", manifest)
 
@@ -233,7 +233,8 @@ def _write(path: Path, value: msgspec.Struct) -> None:
     atomic_file(path, [msgspec.json.format(msgspec.json.encode(value), indent=1), b"\n"])
 
 
-def _versions(*names: str) -> dict[str, str]:
+def versions(*names: str) -> dict[str, str]:
+    """The versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -78,6 +78,10 @@ class Tokenizer:
         """The text of `ids` without special tokens; an incomplete UTF-8 sequence becomes U+FFFD."""
         return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
+    def text_of(self, token: int) -> str:
+        """One token as the vocabulary spells it; empty for an id that no token has."""
+        return str(self._inner.id_to_token(token) or "")
+
     def render(
         self,
         messages: Sequence[Message],
