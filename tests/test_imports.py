@@ -23,8 +23,9 @@ BELOW = {
     "queue": {"errors", "store", "state", "pool"},
     "models": {"errors", "store"},
     "engine": {"errors", "store", "models"},
-    "jobs": {"errors", "sizes", "store", "state", "models", "engine"},
-    "cli": {"errors", "sizes", "store", "state", "pool", "queue", "models", "engine", "jobs"},
+    "evaluate": {"errors"},
+    "jobs": {"errors", "sizes", "store", "state", "models", "engine", "evaluate"},
+    "cli": {"errors", "sizes", "store", "state", "pool", "queue", "models", "engine", "evaluate", "jobs"},
 }
 """What each part may import beside itself. A new part needs a line here."""
 

@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("run")(jobs.run)
 app.command("distill")(jobs.distill)
 app.command("tune")(jobs.tune)
+app.command("eval")(jobs.evaluate)
 app.command("resume")(jobs.resume)
 app.command("stop")(inspect.stop)
 app.command("status")(inspect.status)

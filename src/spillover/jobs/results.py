@@ -21,7 +21,7 @@ from spillover.models import Tokenizer
 if TYPE_CHECKING:
     from spillover.jobs.data.conversation import Message
 
-__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target", "last_reply"]
+__all__ = ["Answers", "Distilled", "Format", "RowFailure", "Target", "last_reply", "reply_text"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Answers:
         return ours if row.expected is None else ours | {"expected": row.expected}
 
     def _choice(self, index: int, completion: Completion, stop: list[str]) -> dict[str, Any]:
-        text = _text(self.tokenizer, completion, stop)
+        text = reply_text(self.tokenizer, completion, stop)
         logprobs = completion.logprobs
         return {
             "index": index,
@@ -128,7 +128,7 @@ class Distilled:
     def line(self, row: Row, completions: list[Completion], decoding: dict[str, Any]) -> tuple[str, bytes]:
         """The completion's text, and the line of a row; there is one sample."""
         (completion,) = completions
-        text = _text(self.tokenizer, completion, decoding["stop"])
+        text = reply_text(self.tokenizer, completion, decoding["stop"])
         messages, finish = row.messages, completion.finish
         if self.given:
             messages, reply = last_reply(row)
@@ -177,7 +177,7 @@ def _numbers(logprobs: list[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _text(tokenizer: Tokenizer, completion: Completion, stop: list[str]) -> str:
+def reply_text(tokenizer: Tokenizer, completion: Completion, stop: list[str]) -> str:
     """What a completion says, without the token that ended it and what a stop string cuts off."""
     ids = completion.tokens
     if completion.finish == "stop" and ids and ids[-1] in tokenizer.stop_ids:

@@ -34,6 +34,7 @@ class Row(msgspec.Struct, frozen=True):
         expected: any JSON value; ``answer`` counts as one. None where there is none.
         reply: what follows ``messages`` in training: a plain row's answer, a distill row's completion.
         options: decoding that the row asks for.
+        metric, schema: how its answer is to be scored, where it says so itself.
     """
 
     index: int
@@ -46,6 +47,8 @@ class Row(msgspec.Struct, frozen=True):
     expected: Any
     reply: Any
     options: Options
+    metric: str | None = None
+    schema: dict[str, Any] | None = None
 
     @property
     def conversation(self) -> list[Message]:
@@ -107,7 +110,8 @@ def rows_of(lines: JsonLines, *, start: int = 0) -> Iterator[Row]:
 def unfit(row: Row, purpose: Purpose) -> Fault | None:
     """Why a row cannot serve a purpose, or None.
 
-    A prompt ends where the model should answer. A row to evaluate also has something to compare with.
+    A prompt ends where the model should answer. A row to evaluate also has something to compare with, or says
+    itself how it is scored.
     A conversation to train on starts with the user, after any system message, and ends with the assistant,
     and at least one of the assistant's messages counts.
     """
@@ -117,7 +121,7 @@ def unfit(row: Row, purpose: Purpose) -> Fault | None:
         return Fault(
             "the last message is not the user's: there is nothing to answer", hint="remove messages after it"
         )
-    if purpose == "eval" and row.expected is None:
+    if purpose == "eval" and row.expected is None and row.metric is None:
         return Fault("there is nothing to compare the answer with", hint="add 'expected' to the row")
     return None
 
@@ -135,6 +139,8 @@ def _row(row: dict[str, Any], shape: Shape, index: int, line: int) -> Row:
         content.expected,
         content.reply,
         content.options,
+        content.metric,
+        content.schema,
     )
 
 
