@@ -2,7 +2,7 @@
 
 Rows are drawn with replacement, each with all its samples, as the answers to one row are not independent of
 each other. The interval lies between the percentiles of the means of `RESAMPLES` such draws (Efron 1979), by
-a fixed seed: the same scores have the same interval everywhere.
+a fixed seed: the same scores have the same interval everywhere, but for rounding.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def validator(schema: bytes) -> Any:
         InputError: it is no schema, or ``jsonschema`` is not installed.
     """
     try:
-        from jsonschema import SchemaError
+        from jsonschema import Draft202012Validator, SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry
     except ImportError:
@@ -47,7 +47,9 @@ def validator(schema: bytes) -> Any:
         raise InputError(f"not valid JSON: {error}") from None
     if not isinstance(document, dict | bool):
         raise InputError("a schema is an object", hint='{"type": "object"}')
-    kind = validator_for(document)
+    if isinstance(document, dict) and not isinstance(document.get("$schema", ""), str):
+        raise InputError("its $schema is no text", hint="leave it out")
+    kind = validator_for(document, default=Draft202012Validator)
     try:
         kind.check_schema(document)
     except SchemaError as error:

@@ -23,6 +23,8 @@ from typing import IO, Any
 
 import msgspec
 
+from spillover.errors import StoreFull
+
 __all__ = ["ScriptFault", "script_scores"]
 
 LINE_LIMIT = 1 << 20
@@ -53,13 +55,25 @@ def script_scores(path: Path, answers: Iterable[bytes], timeout: float) -> Itera
         ScriptFault: it crashed, was silent for too long, or wrote something that is no score.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
-        count = 0
+        count = _written(given, answers)
+        with _running(path, given, complaints) as process:
+            yield from _scores(process, complaints, count, timeout)
+
+
+def _written(given: IO[bytes], answers: Iterable[bytes]) -> int:
+    """Put the answers where the program reads them; how many there are."""
+    count = 0
+    try:
         for answer in answers:
             given.write(answer + b"\n")
             count += 1
         given.seek(0)
-        with _running(path, given, complaints) as process:
-            yield from _scores(process, complaints, count, timeout)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what could not be written is not needed any more
+            given.close()
+        message = f"{tempfile.gettempdir()}: no room for what a script reads: {error.strerror}"
+        raise StoreFull(message, hint="set TMPDIR") from None
+    return count
 
 
 @contextlib.contextmanager

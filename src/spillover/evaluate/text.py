@@ -22,7 +22,7 @@ def words(text: str) -> tuple[str, ...]:
     """The words that are compared, as SQuAD's evaluation script 1.1 has them.
 
     Lower case, without ASCII punctuation and without the articles a, an and the (Rajpurkar et al. 2016,
-    arXiv 1606.05250; https://rajpurkar.github.io/SQuAD-explorer). Before that the text is brought to Unicode NFC, so
+    arXiv 1606.05250; https://rajpurkar.github.io/SQuAD-explorer). Before that the text is brought to NFC, so
     that two spellings of one character are one. A text of which nothing would be left, such as ``+`` or
     ``The``, is compared as it is, in lower case: otherwise any two of them would be the same.
     """

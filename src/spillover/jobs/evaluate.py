@@ -7,6 +7,7 @@ made of the answers. Scores follow from the answers: they are computed anew each
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import math
@@ -42,7 +43,7 @@ from spillover.jobs.report import (
     score_lines,
     table,
 )
-from spillover.jobs.reuse import Recalled, recall, store_of
+from spillover.jobs.reuse import recalling, store_of
 from spillover.jobs.run import Inputs, RunWork, inputs_of, planned
 from spillover.jobs.runs import JobFile, Run, atomic_file, run_id
 from spillover.jobs.scheme import Scheme
@@ -240,10 +241,10 @@ def _rehearsed(work: Evaluation) -> Result:
         if done is None:
             lines.append(f"{name}: all {part.summary.rows:,} rows are answered")
             continue
-        known = recall(work.root, part, lambda message: None)
-        if known is not None and not done:
-            lines.append(f"{name}: answers to {known.rows:,} rows are taken over")
-            done = known.rows
+        with recalling(work.root, part, lambda message: None) as known:
+            if known.rows > done:
+                lines.append(f"{name}: answers to {known.rows:,} rows are taken over")
+                done = known.rows
         lines += rehearsal(work.planned[name], work.store(part).uri, done)
     lines.append("nothing was begun")
     return Result(Ending.DONE, "\n".join(lines), "the same command without --dry-run", None)
@@ -288,31 +289,31 @@ def _answered(work: Evaluation, part: Inputs) -> Result | None:
         if work.quanta >= options.stop_after:
             return _stopped(work, part, Ending.STOPPED, done, store)
         options = replace(options, stop_after=options.stop_after - work.quanta)
-    with work.interrupts.preparation():
-        if (plan := work.planned.pop(part.settings.model, None)) is None or plan.settings != part.settings:
-            plan = planned(part, options, work.events)
-        known = _recalled(work, part)
-    with owning(store, part.identity, options, work.events, work.interrupts) as owned:
-        durable = done_so_far(owned.document)
-        _begin(work, plan, store.uri, max(durable, known.rows if known else 0))
-        session = Session(owned, work.run, work.events, work.interrupts, options)
-        answering = Answering(plan, session, known) if known else Answering(plan, session)
-        ending, segments = answering.run()
-    work.quanta += answering.quanta
-    rows = Tally.of(segments).done
-    del answering, segments
+    ending, rows = _computed(work, part, store, options)
     gc.collect()  # the weights of one model go before those of the next come
     return None if ending is Ending.DONE else _stopped(work, part, ending, rows, store)
 
 
-def _recalled(work: Evaluation, part: Inputs) -> Recalled | None:
+def _computed(work: Evaluation, part: Inputs, store: Store, options: JobOptions) -> tuple[Ending, int]:
+    """Own the answers of a part and work on them; how that ended, and how many rows there are."""
+
     def report(message: str) -> None:
         work.events.emit("stage", stage="reuse", message=message)
 
-    known = recall(work.root, part, report)
-    if known is not None and known.rows:
-        report(f"{part.settings.model} has answered {known.rows:,} of these rows before")
-    return known
+    with contextlib.ExitStack() as stack:
+        with work.interrupts.preparation():
+            plan = work.planned.pop(part.settings.model, None)
+            if plan is None or plan.settings != part.settings:
+                plan = planned(part, options, work.events)
+            known = stack.enter_context(recalling(work.root, part, report))
+        if known.rows:
+            report(f"{part.settings.model} has answered {known.rows:,} of these rows before")
+        owned = stack.enter_context(owning(store, part.identity, options, work.events, work.interrupts))
+        _begin(work, plan, store.uri, max(done_so_far(owned.document), known.rows))
+        answering = Answering(plan, Session(owned, work.run, work.events, work.interrupts, options), known)
+        ending, segments = answering.run()
+        work.quanta += answering.quanta
+        return ending, Tally.of(segments).done
 
 
 def _begin(work: Evaluation, plan: RunWork, uri: str, done: int) -> None:

@@ -11,6 +11,7 @@ goes while it is read, is computed again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spillover.engine import Completion
-from spillover.errors import SpillError
+from spillover.errors import SpillError, StoreFull
 from spillover.jobs.data import Row, read_rows
 from spillover.jobs.kept import Answered, KeptCompletion, Key, answer_key
 from spillover.jobs.run import Inputs
@@ -30,7 +31,7 @@ from spillover.jobs.segments import KIND, Segments
 from spillover.state import State
 from spillover.store import Store, open_store
 
-__all__ = ["Recalled", "place_of", "recall", "store_of"]
+__all__ = ["Recalled", "place_of", "recalling", "store_of"]
 
 Report = Callable[[str], None]
 
@@ -110,20 +111,29 @@ class Recalled:
         return place if place < len(self._hashes) and self._hashes[place] == wanted else None
 
 
-def recall(root: str, inputs: Inputs, report: Report) -> Recalled | None:
-    """What other work of the same model has answered of this work's rows; None if there is no other."""
-    others = [*_others(root, inputs)]
-    if not others:
-        return None
+@contextlib.contextmanager
+def recalling(root: str, inputs: Inputs, report: Report) -> Iterator[Recalled]:
+    """While the block runs: what other work of the same model has answered of this work's rows.
+
+    Raises:
+        StoreFull: there is no room for it.
+    """
     key = answer_key(inputs)
-    spool = tempfile.TemporaryFile()  # noqa: SIM115  (goes with what it is part of)
-    recalled = Recalled(key, _hashes(inputs, key), spool)
-    for store, segments in others:
-        try:
-            recalled.take(segments)
-        except (SpillError, msgspec.DecodeError) as error:
-            report(f"answers at {store.uri} cannot be used again: {error}")
-    return recalled
+    others = [*_others(root, inputs)]
+    hashes = _hashes(inputs, key) if others else np.zeros(0, np.uint64)
+    with tempfile.TemporaryFile() as spool:
+        recalled = Recalled(key, hashes, spool)
+        for store, segments in others:
+            try:
+                recalled.take(segments)
+            except (SpillError, msgspec.DecodeError) as error:
+                report(f"answers at {store.uri} cannot be used again: {error}")
+            except OSError as error:
+                with contextlib.suppress(OSError):  # what could not be written is not needed any more
+                    spool.close()
+                message = f"{tempfile.gettempdir()}: no room for earlier answers: {error.strerror}"
+                raise StoreFull(message, hint="set TMPDIR") from None
+        yield recalled
 
 
 def _others(root: str, inputs: Inputs) -> Iterator[tuple[Store, Segments]]:
