@@ -91,14 +91,17 @@ def report_of(
         models=models,
         scores=tuple(_scores(sheet, scores, rows)),
         comparisons=tuple(_comparisons(sheet, rows, baseline)),
-        disagreements=int(disagreements(scores).sum()),
+        disagreements=int(_differing(rows).sum()),
         **facts,
     )
 
 
 def disagreements(scores: Scores) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Whether two models differ on a row in some metric, ``[rows]``; no score differs from any."""
-    rows = scores.rows()
+    return _differing(scores.rows())
+
+
+def _differing(rows: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
     first = rows[:1]
     same = (rows == first) | (np.isnan(rows) & np.isnan(first))
     found: np.ndarray[Any, np.dtype[np.bool_]] = ~same.all(axis=(0, 1))
