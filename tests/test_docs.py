@@ -33,6 +33,8 @@ STRUCTS = (
     "spillover.state.payload.Commit",
     "spillover.jobs.checkpoint.TuneRecord",
     "spillover.jobs.segments.Cursor",
+    "spillover.jobs.kept.Answered",
+    "spillover.jobs.report.Report",
     "spillover.jobs.runs.JobFile",
     "spillover.jobs.runs.Manifest",
     "spillover.models.pins.Pin",

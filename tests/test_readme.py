@@ -96,6 +96,16 @@ def test_the_exports_are_published_with_their_figures(tmp_path: Path) -> None:
     assert (tmp_path / "tickets-model" / "export.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.model
+def test_two_models_are_compared(tmp_path: Path) -> None:
+    output = shell(block("eval"), tmp_path)
+    found = re.search(r"demo\+tickets against demo, exact_match: \+(0\.\d+) .*worse on 0, p = ", output)
+    assert found is not None, output[-3000:]
+    assert float(found[1]) > 0.3
+    assert re.search(r"demo\+tickets +0\.\d+ \[0\.\d+, \d\.\d+\] n=48", output) is not None
+
+
 def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     found = re.search(r"```python\n(.*?)```", README, re.DOTALL)

@@ -128,6 +128,7 @@ def test_check_says_what_a_file_is_good_for(whole):
         "train.jsonl: 16 plain rows, 0.0 MB",
         "can be used by: spill run MODEL train.jsonl",
         "can be used by: spill tune MODEL train.jsonl",
+        "can be used by: spill eval train.jsonl MODEL",
     ]
     facts = json.loads(shell("check", "prompts.jsonl", "--json").out)
     assert (facts["rows"], facts["shape"], facts["fits"]) == (ROWS, "plain", ["prompt"])

@@ -16,6 +16,7 @@ import spillover.engine.torch
 import spillover.store.cloud  # noqa: F401
 from spillover.jobs import answering, job
 from spillover.jobs.distill import DistillSettings
+from spillover.jobs.evaluate import EvalSettings, evaluate
 from spillover.jobs.events import Event, Events
 from spillover.jobs.job import JobOptions, Result
 from spillover.jobs.run import RunSettings, run_rows
@@ -34,6 +35,16 @@ def write_training(path: Path, rows: int = 16) -> Path:
             file.write(
                 json.dumps({"prompt": prompt, "answer": " ".join(WORDS[n % 9 : n % 9 + 1 + n % 3])}) + "\n"
             )
+    return path
+
+
+def write_evals(path: Path, rows: int = 12) -> Path:
+    """Rows like those of `write_prompts`, with words that are expected."""
+    with path.open("w") as file:
+        for n in range(rows):
+            prompt = " ".join(WORDS[n % 11 : n % 11 + 2 + n % 4]) + f" {n}"
+            row = {"prompt": prompt, "expected": WORDS[n % 13], "max_tokens": 2 + n % 5}
+            file.write(json.dumps(row) + "\n")
     return path
 
 
@@ -78,6 +89,19 @@ def distill_job(
 ) -> tuple[Result, list[Event]]:
     """The same with log-probabilities, as rows to learn from."""
     return _rows(DistillSettings, folder, model, store, changes)
+
+
+def eval_job(folder: Path, *models: Path | str, **changes: Any) -> tuple[Result, list[Event]]:
+    """Score models on ``evals.jsonl``, 3 rows at a time, a segment every 3 rows."""
+    options = _options(folder, changes)
+    values: dict[str, Any] = {"models": tuple(map(str, models)), "data": folder / "evals.jsonl", "batch": 3}
+    before, answering.SAVE_ROWS = answering.SAVE_ROWS, 3
+    try:
+        return _through(
+            None, lambda events, file: evaluate(EvalSettings(**values | changes), options, events, file)
+        )
+    finally:
+        answering.SAVE_ROWS = before
 
 
 def _rows(

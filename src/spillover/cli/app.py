@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("run")(jobs.run)
 app.command("distill")(jobs.distill)
 app.command("tune")(jobs.tune)
+app.command("eval")(jobs.evaluate)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("resume")(jobs.resume)

@@ -1,4 +1,4 @@
-"""``spill run``, ``spill tune`` and ``spill resume``: from a command line to a job and back."""
+"""``spill run``, ``distill``, ``tune``, ``eval`` and ``resume``: from a command line to a job and back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from spillover.jobs.job import Result
     from spillover.jobs.runs import JobFile
 
-__all__ = ["distill", "resume", "run", "tune"]
+__all__ = ["distill", "evaluate", "resume", "run", "tune"]
 
 T = TypeVar("T")
-ARGUMENTS = ("model", "data")
+ARGUMENTS = ("model", "data", "models")
 NOT_RECORDED = ("config", "emit_config", "ctx")
 NOT_RESUMED = ("takeover", "from_previous", "stop_after", "dry_run")
 """What a command line asks of one process, not of the work."""
@@ -228,6 +228,69 @@ def tune(
     _start(ctx)
 
 
+def evaluate(
+    ctx: typer.Context,
+    data: Annotated[Path, typer.Argument(metavar="EVALS", help="Rows with what is expected, JSONL.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models, as for `spill run`.")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="exact_match, contains, f1, regex:PATTERN, json_field:PATH[=VALUE], json_schema[:FILE], "
+            "judge or script:FILE.py; repeatable."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="The model that others are compared with; the first.")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="A model that grades the answers.", metavar="MODEL")
+    ] = None,
+    judge_prompt: Annotated[
+        Path | None,
+        typer.Option(help="What to ask it, with {prompt}, {answer} and {expected}.", metavar="FILE"),
+    ] = None,
+    judge_max_tokens: Annotated[int, typer.Option(help="Most tokens that a judge says.")] = 256,
+    script_timeout: Annotated[float, typer.Option(help="Seconds that a script may take for a score.")] = 60.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer, unless the row says.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the most likely token; 0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End an answer before this text; repeatable.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Answers a row.")] = 1,
+    batch: Annotated[int, typer.Option(help="Most rows at a time; memory may allow fewer.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="Only the report on stdout, as JSON.")] = False,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Where answers are durable: a path, s3://, gs:// or az://.", metavar="URI"),
+    ] = None,
+    weights: Weights = None,
+    engine: EngineName = "torch",
+    device: Device = None,
+    numerics: NumericsName = None,
+    memory: Memory = None,
+    placement: PlacementName = None,
+    dry_run: DryRun = False,
+    headless: Headless = None,
+    config: Config = None,
+    emit_config: EmitConfig = None,
+    notify: Notify = None,
+    quiet: Quiet = False,
+    stop_after: StopAfter = None,
+    takeover: Takeover = False,
+    from_previous: FromPrevious = False,
+) -> None:
+    """Score models on the same rows, with intervals, and show the rows on which they differ.
+
+    No answer is computed twice: with another model, metric or row, the same command computes what is new.
+    Stop it any way you like: the same command continues, on this machine or another.
+    """
+    _start(ctx)
+
+
 def resume(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")
@@ -276,7 +339,8 @@ def execute(job: JobFile) -> None:
     options = dict(job.options)
     headless = is_headless(options.pop("headless", None))
     quiet = bool(options.pop("quiet", False))
-    with display(job.command, headless=headless, quiet=quiet) as shown:
+    json = bool(options.pop("json", False))
+    with display(job.command, headless=headless, quiet=quiet, silent=json) as shown:
         events = Events(job.command, shown.show)
         try:
             with _preemptible(events, headless):
@@ -284,7 +348,9 @@ def execute(job: JobFile) -> None:
         except SpillError as error:
             events.emit("error", message=str(error), hint=error.hint)
             raise
-    _tell(result, None if options.get("dry_run") else options.get("notify"), shown.text, quiet)
+    if json and result.document is not None:
+        print(result.document.decode())
+    _tell(result, None if options.get("dry_run") else options.get("notify"), shown.text, quiet or json)
     raise typer.Exit(result.ending.code)
 
 
@@ -328,8 +394,14 @@ def _perform(job: JobFile, options: dict[str, Any], events: Events) -> Result:
             values["data"] = str(sample_file())
         kind = RunSettings if job.command == "run" else DistillSettings
         result = run_rows(_convert(values, kind), shared, events, job)
+    elif job.command == "eval":
+        from spillover.jobs.evaluate import EvalSettings
+        from spillover.jobs.evaluate import evaluate as evaluated
+
+        result = evaluated(_convert(values, EvalSettings), shared, events, job)
     else:
-        raise InputError(f"a job file for spill {job.command} cannot be run", hint="use run, distill or tune")
+        hint = "use run, distill, tune or eval"
+        raise InputError(f"a job file for spill {job.command} cannot be run", hint=hint)
     name = result.run.id if result.run else None
     if result.ending is Ending.PREEMPTED:
         events.emit("preempted", message=result.message, run=name, signal=result.signal)
@@ -347,6 +419,8 @@ def _tell(result: Result, url: str | None, text: Callable[[str], None], quiet: b
         trouble := post(url, {"run": result.run.id if result.run else None, "message": result.message})
     ):
         text(trouble)
+    for line in () if quiet else result.details:
+        text(line)
     text(result.message)
     if result.next is not None and not quiet:
         text(f"next: {result.next}")

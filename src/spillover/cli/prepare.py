@@ -38,10 +38,14 @@ def check(
         print(msgspec.json.encode(facts).decode())
         return
     print(f"{summary.path}: {summary.rows:,} {summary.shape} rows, {summary.bytes / 1e6:,.1f} MB")
-    use = {"prompt": "spill run MODEL", "train": "spill tune MODEL", "eval": "spill eval"}
+    path = summary.path
+    use = {
+        "prompt": f"spill run MODEL {path}",
+        "train": f"spill tune MODEL {path}",
+        "eval": f"spill eval {path} MODEL",
+    }
     for purpose in summary.fits:
-        if purpose != "eval":
-            print(f"can be used by: {use[purpose]} {summary.path}")
+        print(f"can be used by: {use[purpose]}")
 
 
 def example(

@@ -73,6 +73,13 @@ class Headless:
         _write(sys.stderr, line)
 
 
+class Silent(Headless):
+    """For a command whose stdout is one document: what a person needs, on stderr."""
+
+    def show(self, event: Event) -> None:
+        pass
+
+
 def _write(stream: TextIO, line: str) -> None:
     """Write a line. A reader that left or a full disk must not end the work: the run folder has it all."""
     try:
@@ -156,8 +163,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def display(command: str, *, headless: bool, quiet: bool) -> Iterator[Headless | Live]:
-    """The display for one job."""
+def display(command: str, *, headless: bool, quiet: bool, silent: bool = False) -> Iterator[Headless | Live]:
+    """The display for one job; ``silent`` leaves stdout to what comes at the end."""
+    if silent:
+        yield Silent(quiet)
+        return
     if headless:
         yield Headless(quiet)
         return

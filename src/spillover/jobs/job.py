@@ -34,8 +34,10 @@ __all__ = [
     "Work",
     "done_so_far",
     "open_session",
+    "owning",
     "post",
     "recorded",
+    "rehearsal",
     "rehearsed",
     "reporter",
     "run_for",
@@ -137,7 +139,8 @@ class Work(Protocol):
 class Result:
     """How a job ended: one line for people, the command to type next, and the run if one was begun.
 
-    ``signal`` names the signal that ended it, if one did.
+    ``signal`` names the signal that ended it, if one did. ``details`` are lines to show before the one, and
+    ``document`` is what a program gets in their place.
     """
 
     ending: Ending
@@ -145,21 +148,27 @@ class Result:
     next: str | None
     run: Run | None
     signal: str | None = None
+    details: tuple[str, ...] = ()
+    document: bytes | None = None
 
 
 def rehearsed(work: Work, state: str, done: int) -> Result:
     """The result of a job that was only asked what it would do."""
+    lines = [*rehearsal(work, state, done), "nothing was begun"]
+    return Result(Ending.DONE, "\n".join(lines), "the same command without --dry-run", None)
+
+
+def rehearsal(work: Work, state: str, done: int) -> list[str]:
+    """What some work would do, line by line, when ``done`` of its quanta are done."""
     plan = work.plan
     width = max(len(name) for name, _ in plan.parts) + 2
-    lines = [
+    return [
         *_CLAUSE.split(work.line(state, done)),
         f"memory, {plan.memory_bytes / 1e9:.2f} GB in all:",
         *(f"  {name:<{width}}{size / 1e9:6.2f} GB" for name, size in plan.parts),
         f"a pass takes up to {plan.pass_tokens:,} tokens, "
         f"reads {plan.read_bytes / 1e9:.2f} GB from the drive",
-        "nothing was begun",
     ]
-    return Result(Ending.DONE, "\n".join(lines), "the same command without --dry-run", None)
 
 
 def unprepared(interrupts: Interrupts) -> Result:
@@ -265,7 +274,29 @@ def open_session(
     Raises:
         Abandoned: a signal came while another owner's silence was being watched.
     """
-    state = State(store, lease_seconds=options.lease)
+    with owning(store, work.identity, options, events, interrupts) as owned:
+        run.begin(job, store.uri, work.identity, work.facts)
+        events.add(run.record)
+        line = work.line(store.uri, done_so_far(owned.document))
+        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
+        session = Session(owned, run, events, interrupts, options)
+        status = "failed"
+        try:
+            yield session
+            status = "stopped" if owned.document.status != "completed" else "completed"
+        finally:
+            run.end(status, {"seconds": round(session.seconds, 3)})
+
+
+@contextlib.contextmanager
+def owning(
+    store: Store, identity: Identity, options: JobOptions, events: Events, interrupts: Interrupts
+) -> Iterator[Owned]:
+    """Own the state of some work while the block runs; say once if another owner must be watched.
+
+    Raises:
+        Abandoned: a signal came while another owner's silence was being watched.
+    """
     told = False
 
     def waiting(owner: Owner, seconds: float) -> None:
@@ -280,18 +311,9 @@ def open_session(
             )
             events.emit("stage", stage="waiting", message=message)
 
-    with state.acquire(work.identity, takeover=options.takeover, waiting=waiting) as owned:
-        run.begin(job, store.uri, work.identity, work.facts)
-        events.add(run.record)
-        line = work.line(store.uri, done_so_far(owned.document))
-        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
-        session = Session(owned, run, events, interrupts, options)
-        status = "failed"
-        try:
-            yield session
-            status = "stopped" if owned.document.status != "completed" else "completed"
-        finally:
-            run.end(status, {"seconds": round(session.seconds, 3)})
+    state = State(store, lease_seconds=options.lease)
+    with state.acquire(identity, takeover=options.takeover, waiting=waiting) as owned:
+        yield owned
 
 
 def post(url: str, body: dict[str, Any]) -> str | None:

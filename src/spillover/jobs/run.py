@@ -43,7 +43,7 @@ from spillover.models import adapters as adapter_folders
 from spillover.state import Control, Identity, State
 from spillover.store import Store
 
-__all__ = ["RunSettings", "RunWork", "adapter_of", "digest", "run_rows"]
+__all__ = ["Inputs", "RunSettings", "RunWork", "adapter_of", "digest", "inputs_of", "planned", "run_rows"]
 
 ROUND = 64
 """Sequence lengths are planned in steps of this many tokens."""
@@ -171,17 +171,13 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class RunWork:
-    """Checked inputs and the model's plan: all there is before state is touched."""
+class Inputs:
+    """What a row job is given, checked and resolved."""
 
     settings: RunSettings
     model: Model
     adapter: Adapter | None
-    tokenizer: Tokenizer
     summary: FileSummary
-    engine: Engine
-    plan: Plan
-    extent: Extent
 
     @property
     def identity(self) -> Identity:
@@ -202,6 +198,16 @@ class RunWork:
             "logprobs": s.logprobs,
             "samples": s.samples,
         }
+
+
+@dataclass(frozen=True)
+class RunWork(Inputs):
+    """Inputs and the model's plan: all there is before state is touched."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    plan: Plan
+    extent: Extent
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -274,7 +280,7 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
     with Interrupts(headless=options.headless) as interrupts:
         try:
             with interrupts.preparation():
-                work = _work(settings, options, events)
+                work = planned(inputs_of(settings, options, events), options, events)
                 label = f"{work.model.ref.spec}-{settings.data.stem}"
                 run, store = run_for(settings.command, label, work.identity, options)
                 document = recorded(store, work.identity, options)
@@ -296,12 +302,20 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
     return Result(ending, message, "the same command continues", run, interrupts.signal)
 
 
-def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork:
-    """Check and resolve everything that the settings name."""
-    events.emit("stage", stage="input", message=f"reading {settings.data}")
-    summary = check_file(settings.data, settings.purpose)
+def inputs_of(
+    settings: RunSettings, options: JobOptions, events: Events, summary: FileSummary | None = None
+) -> Inputs:
+    """Check and resolve everything that the settings name; ``summary`` is of the file if it was checked."""
+    if summary is None:
+        events.emit("stage", stage="input", message=f"reading {settings.data}")
+        summary = check_file(settings.data, settings.purpose)
     model = resolve(settings.model, weights=options.weights, report=reporter(events))
-    adapter = adapter_of(model)
+    return Inputs(settings, model, adapter_of(model), summary)
+
+
+def planned(inputs: Inputs, options: JobOptions, events: Events) -> RunWork:
+    """Measure the rows and ask the engine how it will answer them."""
+    settings, model, summary = inputs.settings, inputs.model, inputs.summary
     tokenizer = model.tokenizer()
     computing = engine(options.engine)
     rows = read_rows(settings.data, settings.purpose, stamp=summary.stamp)
@@ -309,9 +323,9 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     extent = _extent(rows, settings, tokenizer, context, events)
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
-    worn = adapter.config if adapter else None
+    worn = inputs.adapter.config if inputs.adapter else None
     plan = computing.plan(model, options.asking("generate", batch, longest, worn))
-    return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
+    return RunWork(settings, model, inputs.adapter, summary, tokenizer, computing, plan, extent)
 
 
 def adapter_of(model: Model) -> Adapter | None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ class Batches:
         )
         model = replace(service.model, ref=parse(name))
         adapter, tokenizer = service.adapter_of(name), service.tokenizer
-        return RunWork(settings, model, adapter, tokenizer, summary, service.engine, service.plan, Extent())
+        return RunWork(settings, model, adapter, summary, tokenizer, service.engine, service.plan, Extent())
 
     def _answered(self, batch: Batch, work: RunWork) -> Segments | None:
         """Answer rows; the results, or None if the server ends before all are there."""
@@ -293,7 +294,8 @@ class Batches:
         service, run = self._service, Run(folder / "run")
         with open_session(job, run, store, work, options, events, interrupts) as session:
             adapter = service.names[work.settings.model]
-            answering = Answering(work, session, lambda stop: Lane(service.loop, adapter, stop))
+            lane = partial(Lane, service.loop, adapter)
+            answering = Answering(work, session, generating=lane)
             ending, segments = answering.run()
         return segments if ending is Ending.DONE or batch.status == "cancelling" else None
 

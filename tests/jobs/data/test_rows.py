@@ -110,7 +110,7 @@ def test_prompts_come_back_as_written(tmp_path_factory, prompts):
         (
             {"prompt": "a", "zzz": "b"},
             "unknown key 'zzz' in a plain row",
-            "known keys: prompt, expected, answer, system, custom_id, max_tokens",
+            "known keys: prompt, expected, answer, system, custom_id, max_tokens, metric, schema",
         ),
         ({}, "the row has none of 'prompt', 'messages' and 'body'", None),
         (
@@ -485,3 +485,27 @@ def test_real_rows(tmp_path):
     renamed = [{"prompt": row["question"], "answer": row["answer"]} for row in map(json.loads, lines)]
     rows = read(tmp_path, *renamed, purpose="train")
     assert [row.conversation[-1]["content"] for row in rows] == [row["answer"] for row in renamed]
+
+
+def test_a_row_says_how_it_is_scored(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "metric": "f1"}, {"prompt": "b", "schema": {"type": "object"}}, {"prompt": "c"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [(row.metric, row.schema) for row in read_rows(path)]
+    assert found == [("f1", None), (None, {"type": "object"}), (None, None)]
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "metric": "f1"}) + "\n")
+    assert [row.metric for row in read_rows(path, "eval")] == ["f1"]  # it needs nothing to compare with
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "metric": 3}, "1: metric must be a string"),
+        ({"prompt": "a", "schema": []}, "1: schema must be an object, not an array"),
+    ],
+)
+def test_a_row_that_says_it_wrongly_is_refused(tmp_path, row, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=words):
+        list(read_rows(path))

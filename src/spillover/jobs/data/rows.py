@@ -36,6 +36,7 @@ class Row(msgspec.Struct, frozen=True):
         reply: what follows ``messages`` in training: a plain row's answer, a distill row's completion.
         options: decoding that the row asks for.
         teacher: what a distill row says of its completion's tokens.
+        metric, schema: how its answer is to be scored, where it says so itself.
     """
 
     index: int
@@ -49,6 +50,8 @@ class Row(msgspec.Struct, frozen=True):
     reply: Any
     options: Options
     teacher: Teacher | None = None
+    metric: str | None = None
+    schema: dict[str, Any] | None = None
 
     @property
     def conversation(self) -> list[Message]:
@@ -110,7 +113,8 @@ def rows_of(lines: JsonLines, *, start: int = 0) -> Iterator[Row]:
 def unfit(row: Row, purpose: Purpose) -> Fault | None:
     """Why a row cannot serve a purpose, or None.
 
-    A prompt ends where the model should answer. A row to evaluate also has something to compare with.
+    A prompt ends where the model should answer. A row to evaluate also has something to compare with, or says
+    itself how it is scored.
     A conversation to train on starts with the user, after any system message, and ends with the assistant,
     and at least one of the assistant's messages counts.
     """
@@ -120,7 +124,7 @@ def unfit(row: Row, purpose: Purpose) -> Fault | None:
         return Fault(
             "the last message is not the user's: there is nothing to answer", hint="remove messages after it"
         )
-    if purpose == "eval" and row.expected is None:
+    if purpose == "eval" and row.expected is None and row.metric is None:
         return Fault("there is nothing to compare the answer with", hint="add 'expected' to the row")
     return None
 
@@ -139,6 +143,8 @@ def _row(row: dict[str, Any], shape: Shape, index: int, line: int) -> Row:
         content.reply,
         content.options,
         content.teacher,
+        content.metric,
+        content.schema,
     )
 
 

@@ -7,7 +7,8 @@ batch       ``{custom_id, method, url, body}``, a line of an OpenAI batch file
 distill     ``{messages, completion}``, a line that ``spill distill`` wrote
 ==========  ==========================================================================================
 
-All take ``custom_id``; plain and chat rows take ``max_tokens``. A key that is not known is an error: a
+All take ``custom_id``; plain and chat rows take ``max_tokens``, and for ``spill eval`` ``metric`` and
+``schema``. A key that is not known is an error: a
 misspelt key would otherwise be lost without a word.
 """
 
@@ -27,7 +28,7 @@ from spillover.jobs.data.conversation import (
     tools_of,
 )
 from spillover.jobs.data.options import Options, max_tokens_of, options_of
-from spillover.jobs.data.parse import Fault, quoted
+from spillover.jobs.data.parse import Fault, kind, quoted
 from spillover.jobs.data.teacher import Teacher, teacher_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,17 @@ if TYPE_CHECKING:
 
 Shape = Literal["plain", "chat", "batch", "distill"]
 
-PLAIN_KEYS = ("prompt", "expected", "answer", "system", "custom_id", "max_tokens")
-CHAT_KEYS = ("messages", "tools", "parallel_tool_calls", "expected", "custom_id", "max_tokens")
+PLAIN_KEYS = ("prompt", "expected", "answer", "system", "custom_id", "max_tokens", "metric", "schema")
+CHAT_KEYS = (
+    "messages",
+    "tools",
+    "parallel_tool_calls",
+    "expected",
+    "custom_id",
+    "max_tokens",
+    "metric",
+    "schema",
+)
 BATCH_KEYS = ("custom_id", "method", "url", "body")
 DISTILL_KEYS = (
     "custom_id",
@@ -74,6 +84,8 @@ class Content(msgspec.Struct, frozen=True):
     reply: Any = None
     options: Options = Options()
     teacher: Teacher | None = None
+    metric: str | None = None
+    schema: dict[str, Any] | None = None
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
@@ -121,12 +133,16 @@ def _plain(row: dict[str, Any]) -> Content:
         if expected is not None:
             raise Fault("a row has either 'answer' or 'expected', not both")
         expected = string_of(answer, "answer")
-    return Content(messages, None, max_tokens_of(row), expected, expected)
+    metric, schema = _scoring(row)
+    return Content(messages, None, max_tokens_of(row), expected, reply=expected, metric=metric, schema=schema)
 
 
 def _chat(row: dict[str, Any]) -> Content:
     require_known(row, CHAT_KEYS, "a chat row")
-    return Content(messages_of(row["messages"]), _tools(row), max_tokens_of(row), row.get("expected"))
+    messages, (metric, schema) = messages_of(row["messages"]), _scoring(row)
+    return Content(
+        messages, _tools(row), max_tokens_of(row), row.get("expected"), metric=metric, schema=schema
+    )
 
 
 def _batch(row: dict[str, Any]) -> Content:
@@ -157,6 +173,16 @@ _READERS: dict[Shape, Callable[[dict[str, Any]], Content]] = {
     "batch": _batch,
     "distill": _distill,
 }
+
+
+def _scoring(row: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+    """How a row says that its answer is to be scored."""
+    metric, schema = row.get("metric"), row.get("schema")
+    if metric is not None:
+        string_of(metric, "metric")
+    if schema is not None and not isinstance(schema, dict):
+        raise Fault(f"schema must be an object, not {kind(schema)}")
+    return metric, schema
 
 
 def _tools(row: dict[str, Any], prefix: str = "") -> list[dict[str, Any]] | None:
