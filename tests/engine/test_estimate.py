@@ -58,6 +58,16 @@ def test_answers_take_prefills_and_a_step_for_each_further_token():
     assert not found.rough
 
 
+def test_rows_that_are_scored_take_one_prefill_and_logits_of_what_is_scored():
+    speed = Speed(SHAPE, LIMITS, ONLY_PRODUCTS)
+    found = speed.generation(Generation(rows=16, prompt=4, answer=0, batch=16, pass_tokens=64, scored=1))
+    assert found.seconds == pytest.approx(SHAPE.weights * 8e-10 + SHAPE.head * 2e-10)
+    assert found.tokens == 16 and found.tokens_per_s > 0
+    more = speed.generation(Generation(rows=16, prompt=4, answer=0, batch=16, pass_tokens=64, scored=3))
+    assert more.seconds == pytest.approx(SHAPE.weights * 8e-10 + SHAPE.head * ONLY_PRODUCTS.product(48))
+    assert more.tokens == 48
+
+
 def test_rows_beyond_the_batch_come_after_the_others():
     speed = Speed(SHAPE, LIMITS, ONLY_PRODUCTS)
     one, three = (

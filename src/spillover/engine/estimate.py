@@ -117,7 +117,8 @@ class Traffic:
 class Generation:
     """Rows to answer: mean tokens of a prompt and of an answer, and with how many tokens all prompts begin.
 
-    At most `batch` rows are under way at once; a prefill has at most `pass_tokens` tokens.
+    At most `batch` rows are under way at once; a prefill has at most `pass_tokens` tokens. Of a row that is
+    scored, not answered, the last `scored` tokens of the prompt want logits.
     """
 
     rows: int
@@ -126,6 +127,7 @@ class Generation:
     batch: int
     pass_tokens: int
     shared: int = 0
+    scored: float = 0
 
 
 @dataclass(frozen=True)
@@ -191,14 +193,16 @@ class Speed:
         passes: float = math.ceil(computed / max(own, min(work.pass_tokens, together * own)))
         early, late = shared + own / 2, work.prompt + work.answer / 2  # positions that a token sees
         seconds = costs.start * self.shape.bytes
-        seconds += passes * self._pass(costs, computed / passes, work.rows / passes, early * costs.causal)
+        logits = work.rows * (work.scored or 1)  # of the prefill
+        seconds += passes * self._pass(costs, computed / passes, logits / passes, early * costs.causal)
         waves, rest = divmod(work.rows, together)
         for rows, times in ((together, waves), (rest, int(rest > 0))):
             seconds += times * later * self._pass(costs, rows, rows, late * costs.attention)
             passes += times * later
         seen = computed * early + work.rows * later * late
-        traffic = self.passes(passes, computed + work.rows * later, work.rows * work.answer, seen)
-        return self._estimate(traffic, seconds, work.rows * work.answer)
+        produced = work.rows * (work.answer + work.scored)
+        traffic = self.passes(passes, computed + work.rows * later, produced, seen)
+        return self._estimate(traffic, seconds, produced)
 
     def tuning(self, work: Tuning) -> Estimate:
         """Estimate optimizer steps over micro-batches that are all alike."""

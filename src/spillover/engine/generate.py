@@ -198,6 +198,7 @@ class Scheduler:
                 row.logprobs = found
                 row.ended = time.perf_counter() if row.finish is not None else row.ended
             self.prefilled += sum(row.most for row in rows if row.finish is not None)
+            self._count_scored([len(row.request.tokens) + len(row.tokens) for row in rows], scored)
         self._unscored.clear()
 
     def _check(self, request: Request) -> None:
@@ -240,6 +241,14 @@ class Scheduler:
         speed = self._model.plan.speed
         if speed is not None:
             self.traffic += speed.passes(1, tokens, logits, seen)
+
+    def _count_scored(self, lengths: Sequence[int], scored: Sequence[Sequence[object]]) -> None:
+        """Note the passes of whole sequences of `lengths` tokens, some of which were scored."""
+        speed, tokens = self._model.plan.speed, sum(lengths)
+        if speed is not None:
+            passes = -(-tokens // self._model.plan.pass_tokens)
+            seen = sum(length**2 for length in lengths) // 2
+            self.traffic += speed.passes(passes, tokens, sum(map(len, scored)), seen)
 
     def _choose(self, rows: Sequence[_Row], logits: NextLogits) -> None:
         """Append a token to each of `rows`, whose logits are in the same order, and release the finished."""

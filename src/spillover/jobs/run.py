@@ -148,16 +148,18 @@ class RunSettings:
 class Extent:
     """Sums over rows: tokens of their prompts and of the longest answers they may have.
 
-    ``longest`` is the most that one takes with its answer, ``shared`` what all prompts begin with.
+    Where replies are given they count as prompts, and ``scored`` is their tokens. ``longest`` is the most
+    that a row takes with its answer, ``shared`` what all prompts begin with.
     """
 
     rows: int = 0
     prompts: int = 0
     answers: int = 0
+    scored: int = 0
     longest: int = 0
     shared: list[int] = field(default_factory=list)
 
-    def add(self, prompt: list[int], answer: int) -> None:
+    def add(self, prompt: list[int], answer: int, scored: int = 0) -> None:
         """Count a row."""
         if not self.rows:
             self.shared = prompt
@@ -167,6 +169,7 @@ class Extent:
         self.rows += 1
         self.prompts += len(prompt)
         self.answers += answer
+        self.scored += scored
         self.longest = max(self.longest, len(prompt) + answer)
 
 
@@ -263,6 +266,7 @@ class RunWork(Inputs):
             batch=self.plan.batch,
             pass_tokens=self.plan.pass_tokens,
             shared=len(extent.shared),
+            scored=extent.scored / extent.rows,
         )
         condition = " if every answer takes all its tokens" if extent.answers else ""
         return [forecast(speed.generation(work), rows, "rows", condition)]
@@ -357,23 +361,23 @@ def _extent(
     while batch := [*islice(rows, 1000)]:
         for row in batch:
             try:
-                prompt, answer = _tokens(row, settings, tokenizer)
+                prompt, answer, scored = _tokens(row, settings, tokenizer)
             except ModelError as error:  # the chat template refuses the conversation
                 raise ModelError(f"{settings.data}:{row.line}: {error}", hint=error.hint) from None
             if len(prompt) + answer <= context:
-                extent.add(prompt, answer)
+                extent.add(prompt, answer, scored)
         count += len(batch)
         if count % 20_000 == 0:
             events.emit("stage", stage="input", message=f"{count:,} rows measured")
     return extent
 
 
-def _tokens(row: Row, settings: RunSettings, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """What is computed at once for a row, and the most tokens that follow one by one."""
+def _tokens(row: Row, settings: RunSettings, tokenizer: Tokenizer) -> tuple[list[int], int, int]:
+    """What is computed at once for a row, the most tokens that follow one by one, and those to score."""
     target = settings.target(row, tokenizer)
     if target is not None:
-        return [*target.prompt, *target.tokens], 0
-    return tokenizer.prompt_ids(row.messages, tools=row.tools), row.max_tokens or settings.max_tokens
+        return [*target.prompt, *target.tokens], 0, len(target.tokens)
+    return tokenizer.prompt_ids(row.messages, tools=row.tools), row.max_tokens or settings.max_tokens, 0
 
 
 def _already_complete(work: RunWork, run: Run, store: Store, document: Control) -> Result:
