@@ -203,11 +203,18 @@ def test_a_plan_takes_what_it_says_and_uses_what_is_left(llama, kind):
 
 
 def test_a_shorter_pass_is_planned_before_a_row_is_refused(llama):
-    large = planned(llama[0], batch=1)
+    large = planned(llama[0], batch=16)
     assert large.pass_tokens == 2048
     tokens = dict(large.parts)["activations"]
-    tight = planned(llama[0], batch=1, memory=large.memory_bytes - 10**6)
+    row = dict(large.parts)["cache"] // 16
+    fixed = large.memory_bytes - dict(large.parts)["layers kept"] - 15 * row
+    tight = planned(llama[0], batch=16, memory=fixed - 1)
     assert tight.pass_tokens < 2048 and dict(tight.parts)["activations"] < tokens
+
+
+def test_a_pass_is_no_longer_than_all_rows_together(llama):
+    assert planned(llama[0], batch=1).pass_tokens == 256
+    assert planned(llama[0], batch=4).pass_tokens == 800
 
 
 @pytest.mark.parametrize("kind", ["generate", "train"])

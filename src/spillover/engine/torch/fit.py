@@ -206,9 +206,9 @@ def _generation(sizes: Sizes, work: Work, limit: int) -> Fit:
 
 def _streamed_generation(sizes: Sizes, work: Work, limit: int, streaming: Streaming) -> Fit:
     """Rows before pinned layers: a pass costs the same with one row more, and little less with a layer less
-    to read."""
+    to read. No pass has room for more tokens than all rows together."""
     least, row = streaming.least, sizes.row(work.sequence)
-    tokens = PREFILL_TOKENS
+    tokens = min(PREFILL_TOKENS, max(_LEAST_TOKENS, work.batch * work.sequence))
     while True:
         activations = sizes.pass_token() * max(tokens, work.sequence) + _RUNTIME
         room = limit - activations - sizes.worn(work.lora)
