@@ -4,6 +4,7 @@
         job.json         the command as it was given, for `spill resume` and ``--config``
         manifest.json    what ran on what: hashes, engine, numerics, versions, hardware, times, status
         events.jsonl     every event, appended
+        events.out.tf*   a tune's curves, for TensorBoard
         results.jsonl    a row job's answers, in the order of the input
         state/           durable state, unless ``--state`` puts it elsewhere
 
@@ -145,7 +146,12 @@ class Run:
         with contextlib.suppress(FileNotFoundError), (self.folder / "events.jsonl").open("rb") as file:
             for line in file:
                 with contextlib.suppress(msgspec.DecodeError):
-                    yield msgspec.json.decode(line)
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+
+    def last_step(self, step: int) -> Event | None:
+        """The latest event of optimizer step ``step``, None when there is none on record."""
+        found = [one for one in self.events() if one.get("event") == "step" and one.get("step") == step]
+        return found[-1] if found else None
 
 
 def hardware() -> str:
