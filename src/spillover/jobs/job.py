@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -99,10 +100,18 @@ class JobOptions:
         except InputError as error:
             raise InputError(f"--memory {error}", hint="--memory 2GB, --memory 1500MiB") from None
 
-    def asking(self, kind: Kind, batch: int, sequence: int, lora: LoraConfig | None = None) -> Asked:
-        """What to ask of an engine."""
+    def asking(
+        self,
+        kind: Kind,
+        batch: int,
+        sequence: int,
+        lora: LoraConfig | None = None,
+        events: Events | None = None,
+    ) -> Asked:
+        """What to ask of an engine; ``events`` hear how far the planning is, where that takes long."""
         numerics, placement = cast("Numerics | None", self.numerics), cast("Placement | None", self.placement)
-        return Asked(kind, batch, sequence, lora, numerics, self.device, self.memory_bytes, placement)
+        report = None if events is None else _planning(events)
+        return Asked(kind, batch, sequence, lora, numerics, self.device, self.memory_bytes, placement, report)
 
 
 class Work(Protocol):
@@ -246,6 +255,20 @@ def reporter(events: Events) -> Callable[[str, int, int], None]:
             last = now
             message = f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
             events.emit("stage", stage="model", message=message, done=done, total=total)
+
+    return report
+
+
+def _planning(events: Events) -> Callable[[str, float, float], None]:
+    """A progress callback for planning: an event a second."""
+    last = -math.inf
+
+    def report(what: str, done: float, total: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1:
+            last = now
+            events.emit("stage", stage="drive", message=f"{what}: {done:.0f} of {total:.0f} s")
 
     return report
 

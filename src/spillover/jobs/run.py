@@ -310,7 +310,7 @@ def _work(settings: RunSettings, options: JobOptions, events: Events) -> RunWork
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
     worn = adapter.config if adapter else None
-    plan = computing.plan(model, options.asking("generate", batch, longest, worn))
+    plan = computing.plan(model, options.asking("generate", batch, longest, worn, events))
     return RunWork(settings, model, adapter, tokenizer, summary, computing, plan, extent)
 
 
