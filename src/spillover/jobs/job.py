@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from spillover.engine.protocol import Kind, Numerics
 from spillover.errors import InputError
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
-from spillover.jobs.runs import RUNS, JobFile, Run, run_id
+from spillover.jobs.runs import RUNS, JobFile, Run, hardware, run_id
 from spillover.models import LoraConfig
 from spillover.sizes import parse_size
 from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
@@ -307,7 +308,9 @@ def open_session(
         run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
         line = work.line(store.uri, done_so_far(owned.document))
-        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
+        plan, machine = work.plan, {"host": socket.gethostname(), "hardware": hardware()}
+        where = machine | {"device": plan.device, "numerics": plan.numerics}
+        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total, **where)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"
         try:

@@ -166,15 +166,19 @@ def list_runs(root: Path = RUNS) -> list[Run]:
 
 
 def find_run(name: str | None, root: Path = RUNS) -> Run:
-    """The run called ``name`` (an unambiguous beginning is enough), or the newest.
+    """The run called ``name`` (an unambiguous beginning is enough) or in the folder ``name``, or the newest.
+
+    ``last`` is the newest, too.
 
     Raises:
         InputError: there is none, or more than one begins so.
     """
+    if name is not None and any((Path(name) / file).is_file() for file in ("manifest.json", "events.jsonl")):
+        return Run(Path(name) if Path(name).name not in ("", "..") else Path(name).resolve())
     runs = list_runs(root)
     if not runs:
         raise InputError(f"there are no runs in {root.resolve()}", hint="spill run or spill tune starts one")
-    if name is None:
+    if name is None or name == "last":
         return runs[0]
     exact = [run for run in runs if run.id == name or run.folder == Path(name)]
     begun = exact or [run for run in runs if run.id.startswith(name)]
