@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data import ROOT
+from report.made import a_tune
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -84,6 +85,13 @@ def test_the_story_of_a_kill_runs_as_written(tmp_path: Path) -> None:
     assert continued is not None, output[-3000:]
     assert 10 <= int(continued[1]) < 40
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 48
+
+
+def test_the_report_of_a_run_is_a_table_and_a_page(tmp_path: Path) -> None:
+    a_tune(tmp_path / "runs" / "tune-a-1").write()
+    output = shell(block("report"), tmp_path)
+    assert output.startswith("tune-a-1: completed") and "2, continued each time" in output
+    assert "<figure " in (tmp_path / "runs" / "tune-a-1" / "report.html").read_text()
 
 
 def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

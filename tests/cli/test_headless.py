@@ -59,7 +59,8 @@ def test_text_on_stderr_says_what_it_will_cost_where_it_goes_and_what_to_type_ne
     lines = whole.run.err.splitlines()
     [before] = [line for line in lines if line.startswith("run tiny")]
     assert f"{ROWS} rows, 4 at a time" in before
-    assert lines[-2].startswith(f"done: {ROWS} of {ROWS} rows; ")
+    assert lines[-2] == f"its course: spill report {whole.shell.run_folder('run').name}"
+    assert lines[-3].startswith(f"done: {ROWS} of {ROWS} rows; ")
 
 
 def test_the_events_are_kept_in_the_run_folder(whole):
