@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -158,6 +159,23 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
         file.write(TORN)
     figures, _, _ = told(folder)
     assert figures.done == 5 and figures.processes[-1].ending == "at work, or lost"
+
+
+def test_what_comes_after_a_torn_line_is_a_line_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    made = Made(tmp_path / "tune-a-1", "tune", 10)
+    made.start()
+    folder = made.write()
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(TORN)
+    run, written = Run(folder), os.write
+    run.record({"event": "start", "time": 1.0})
+    monkeypatch.setattr(os, "write", lambda file, data: written(file, data[:20]))  # a full disk
+    run.record({"event": "step", "time": 2.0, "step": 1})
+    monkeypatch.undo()
+    run.record({"event": "step", "time": 3.0, "step": 2})
+    run.end("stopped", {})
+    assert [(event["event"], event["time"]) for event in run.events()][1:] == [("start", 1.0), ("step", 3.0)]
+    assert len(read_history(run).processes) == 2
 
 
 # Real jobs

@@ -78,6 +78,7 @@ class Run:
         self.folder = folder
         self.id = folder.name
         self._events: int | None = None
+        self._torn = False  # whether the last line of events.jsonl is half a one
 
     @property
     def results(self) -> Path:
@@ -133,13 +134,17 @@ class Run:
         if self._events is None:
             if not self.folder.is_dir():
                 return
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             with contextlib.suppress(OSError):
                 self._events = os.open(self.folder / "events.jsonl", flags, 0o644)
+                size = os.fstat(self._events).st_size
+                self._torn = size > 0 and os.pread(self._events, 1, size - 1) != b"\n"
         if self._events is None:
             return
+        line = (b"\n" if self._torn else b"") + msgspec.json.encode(event) + b"\n"
         with contextlib.suppress(OSError):  # a full disk must not end the work; the state says so itself
-            os.write(self._events, msgspec.json.encode(event) + b"\n")
+            written = os.write(self._events, line)
+            self._torn = written < len(line) and line[:written][-1:] != b"\n"
 
     def events(self) -> Iterator[Event]:
         """The recorded events; lines that a dying process left half-written are skipped."""

@@ -73,9 +73,9 @@ def _tuned(history: History) -> Iterator[Chart]:
     points = history.points
     durable = [float(step) for step in history.durable]
     flags = [
-        Flag(float(one.after or 0), number, _continued(number, history))
+        Flag(float(one.after), number, _continued(number, history))
         for number, one in enumerate(history.processes, 1)
-        if number > 1 and points
+        if number > 1 and one.after is not None
     ]
     series = _series("loss", _curve(points, "loss"))
     validation = [
