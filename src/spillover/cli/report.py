@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from spillover.cli.answers import answer
-from spillover.errors import InputError
+from spillover.errors import InputError, StoreError
 
 __all__ = ["report"]
 
@@ -39,6 +39,9 @@ def report(
     history = read_history(found)
     figures = summary(found, history)
     target = out or (None if json else found.folder / "report.html")
-    if target is not None:
-        atomic_file(target, [page(figures, history).encode()])
+    try:
+        if target is not None:
+            atomic_file(target, [page(figures, history).encode()])
+    except StoreError as error:
+        raise StoreError(str(error), hint="name another place: --out FILE.html") from error
     answer(figures, json, lambda: lines(figures, str(target)))
