@@ -26,9 +26,9 @@ BELOW = {
     "engine": {"errors", "store", "models"},
     "evaluate": {"errors"},
     "jobs": {"errors", "sizes", "store", "state", "models", "engine", "evaluate"},
-    "export": {"errors", "sizes", "store", "state", "models", "engine", "jobs"},
-    "serve": {"errors", "sizes", "http", "store", "state", "models", "engine", "jobs"},
-    "report": {"errors", "sizes", "store", "state", "models", "engine", "jobs"},
+    "export": {"errors", "sizes", "store", "state", "models", "engine", "evaluate", "jobs"},
+    "serve": {"errors", "sizes", "http", "store", "state", "models", "engine", "evaluate", "jobs"},
+    "report": {"errors", "sizes", "store", "state", "models", "engine", "evaluate", "jobs"},
     "cli": {
         *("errors", "sizes", "http", "store", "state", "pool", "queue", "models", "engine", "jobs"),
         *("export", "serve", "evaluate", "report"),

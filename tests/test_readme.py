@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data import ROOT
+from report.made import a_tune
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -104,6 +105,13 @@ def test_two_models_are_compared(tmp_path: Path) -> None:
     assert found is not None, output[-3000:]
     assert float(found[1]) > 0.3
     assert re.search(r"demo\+tickets +0\.\d+ \[0\.\d+, \d\.\d+\] n=48", output) is not None
+
+
+def test_the_report_of_a_run_is_a_table_and_a_page(tmp_path: Path) -> None:
+    a_tune(tmp_path / "runs" / "tune-a-1").write()
+    output = shell(block("report"), tmp_path)
+    assert output.startswith("tune-a-1: completed") and "2, continued each time" in output
+    assert "<figure " in (tmp_path / "runs" / "tune-a-1" / "report.html").read_text()
 
 
 def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -52,13 +52,15 @@ def test_text_on_stderr_says_what_it_will_cost_where_it_goes_and_what_to_type_ne
     state = whole.shell.run_folder("tune") / "state"
     for part in ("resident on cpu in float32", f"{STEPS} steps of 2", "rank 4", f"state at {state}"):
         assert part in before
-    assert lines[-2].startswith(f"done at step {STEPS} of {STEPS}, final loss ")
+    assert lines[-2] == f"its course: spill report {whole.shell.run_folder('tune').name}"
+    assert lines[-3].startswith(f"done at step {STEPS} of {STEPS}, final loss ")
     assert lines[-1] == "next: spill run tiny+tiny sample"
     assert not any(line.startswith("{") for line in lines)
     lines = whole.run.err.splitlines()
     [before] = [line for line in lines if line.startswith("run tiny")]
     assert f"{ROWS} rows, 4 at a time" in before
-    assert lines[-2].startswith(f"done: {ROWS} of {ROWS} rows; ")
+    assert lines[-2] == f"its course: spill report {whole.shell.run_folder('run').name}"
+    assert lines[-3].startswith(f"done: {ROWS} of {ROWS} rows; ")
 
 
 def test_the_events_are_kept_in_the_run_folder(whole):

@@ -24,7 +24,9 @@ finally:
 """
 
 
-@pytest.mark.parametrize("words", ["--help", "status", "runs", "check prompts.jsonl", "tail"])
+@pytest.mark.parametrize(
+    "words", ["--help", "status", "runs", "check prompts.jsonl", "tail", "report --json"]
+)
 def test_looking_imports_no_heavy_library(whole, words):
     shell = whole.shell
     done = subprocess.run(
@@ -178,3 +180,46 @@ def test_the_packaged_questions_can_be_answered(shell):
     assert outcome.code == 0
     assert len(answers(shell.folder / "answers.jsonl")) == 20
     assert outcome.of("start")[0]["run"].startswith("run-tiny-sample-")
+
+
+def test_report_prints_a_table_and_writes_a_page(shell, whole):
+    shutil.copytree(whole.shell.folder / "runs", shell.folder / "runs")
+    run = shell.run_folder("tune")
+    outcome = shell("report", "tune-")
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in outcome.out.splitlines()[1:])
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith(f"{run.name}: completed\n")
+    assert lines["what"] == "tune tiny on train.jsonl, 16 rows"
+    assert lines["steps"] == f"{STEPS} of {STEPS}"
+    last = whole.tune.of("step")[-1]["loss"]
+    assert f", last {last:.4f}, best " in lines["loss"]
+    assert lines["interruptions"] == "none"
+    assert lines["page"] == str(run.relative_to(shell.folder) / "report.html")
+    assert (run / "report.html").read_text().count("<figure ") == 4
+    assert shell("status", "tune-").out.splitlines()[-1] == f"next: spill report {run.name}"
+
+
+def test_report_as_json_writes_only_what_was_asked(shell, whole, tmp_path):
+    shutil.copytree(whole.shell.folder / "runs", shell.folder / "runs")
+    figures = json.loads(shell("report", str(shell.run_folder("run")), "--json").out)
+    assert (figures["command"], figures["status"], figures["done"]) == ("run", "completed", ROWS)
+    assert sum(figures["answers"]["finish"].values()) == ROWS
+    assert not (shell.run_folder("run") / "report.html").exists()
+    assert json.loads(shell("report", "run-", "--json", "--out", str(tmp_path / "a.html")).out) == figures
+    assert "Answer lengths" in (tmp_path / "a.html").read_text()
+
+
+def test_report_refuses_in_one_line(shell, whole, tmp_path):
+    shutil.copytree(whole.shell.folder / "runs", shell.folder / "runs")
+    (shell.run_folder("run") / "report.html").mkdir()
+    for words, said in (
+        (("report", "nothing"), "no run is called 'nothing'"),
+        (("report", "last", "--out", str(tmp_path)), f"--out {tmp_path} is a folder. Try: name a file"),
+        (("report", "last", "--out", "/proc/x/y.html"), "/proc/x/y.html cannot be written"),
+        (
+            ("report", "run-"),
+            f"{shell.run_folder('run').relative_to(shell.folder)}/report.html cannot be written",
+        ),
+    ):
+        outcome = shell(*words)
+        assert outcome.code == 1 and outcome.err.startswith(f"spill: {said}") and outcome.err.count("\n") == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -35,10 +37,10 @@ def empty_home(tmp_path, monkeypatch):
 
 def test_a_drive_is_measured_once_and_kept(llama):
     assert known_drive(llama.folder) == Drive() == Drive(4, 16 << 20, 0.0, 0.0)
-    shares = []
-    drive = measure_drive(llama.files, shares.append, seconds=0.2)
+    told = []
+    drive = measure_drive(llama.files, lambda *seconds: told.append(seconds), seconds=0.2)
     assert drive.rate > 1e6 and drive.threads * drive.read_bytes <= 256 << 20
-    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1.0
+    assert told == sorted(told) and told[0][0] > 0 and told[-1][0] == told[-1][1] > 0.2
     assert known_drive(llama.folder) == known_drive(llama.files[0]) == drive
     assert time.time() - drive.measured < 60 and drive.direct
 
@@ -97,7 +99,7 @@ def test_a_home_that_cannot_be_written_only_forgets(llama, monkeypatch):
 def test_a_file_that_ends_while_it_is_measured_is_one_line(tmp_path):
     stored = store(tmp_path)
 
-    def truncate(share):
+    def truncate(done, total):
         with stored.files[0].open("r+b") as file:
             file.truncate(5000)
 
@@ -142,6 +144,23 @@ def test_without_one_a_file_is_written_and_deleted():
         assert source == "0.0 GB written for it"
         assert measure_drive([file], seconds=0.1) == known_drive(models_home())
     assert [path.name for path in home().iterdir()] == ["drives.json"]
+
+
+def test_what_a_killed_measurement_left_is_removed_and_no_other():
+    home().mkdir()
+    code = "import time; from spillover.engine.ring.sample import sample\n"
+    code += "with sample(large=1 << 20) as (file, _): print(file.name, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        left = home() / process.stdout.readline().strip()
+        with sample(large=MIB) as (file, _):
+            assert left.exists() and file.exists() and file != left
+        process.kill()
+    assert left.exists()
+    (models_home() / "one").mkdir(parents=True)
+    (models_home() / "one" / "model.safetensors").write_bytes(os.urandom(MIB))
+    left = left.rename(models_home() / left.name)
+    with sample(large=MIB) as (file, _):
+        assert file.name == "model.safetensors" and not left.exists()
 
 
 def test_a_slow_drive_gets_a_small_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _rows(
 
 def _options(folder: Path, changes: dict[str, Any]) -> JobOptions:
     names = ("state", "stop_after", "takeover", "from_previous", "lease", "headless", "numerics", "placement",
-             "memory", "dry_run")  # fmt: skip
+             "memory", "dry_run", "runs")  # fmt: skip
     given = {name: changes.pop(name) for name in names if name in changes}
     return JobOptions(**{"runs": folder / "runs", "numerics": "float32", **given})
 
@@ -167,3 +168,26 @@ def logging(function: Any) -> Any:
 
 tune_logged = logging(tune_scenario)
 rows_logged = logging(rows_scenario)
+
+
+def drawn_scenario(
+    store: Store, log: Path, folder: str, model: str, dies: tuple[int, str] | None = None, runs: str = "runs"
+) -> None:
+    """Eight steps with a validation after each four; dies at a write to its TensorBoard file."""
+    written, count = os.pwrite, 0
+
+    def write(file: int, data: bytes, at: int) -> int:
+        nonlocal count
+        count += 1
+        number, how = dies or (0, "")
+        if count != number:
+            return written(file, data, at)
+        written(file, {"before": b"", "half": data[: len(data) // 2], "after": data}[how], at)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    os.pwrite = write  # type: ignore[assignment]
+    data = Path(folder)
+    changes = {"steps": 8, "epochs": None, "ckpt_every": 2, "val": data / "val.jsonl", "runs": data / runs}
+    tune_job(data, Path(model), store, lease=0.5, takeover=True, **changes)
+    log.write_text(str(count))

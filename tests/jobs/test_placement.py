@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from jobs.scenarios import run_job, tune_job, write_prompts
 from models.folders import tiny_llama
 from spillover.engine.ring import Layout
+from spillover.engine.torch import plan as planning
 from spillover.engine.torch.fit import Streaming
 from spillover.errors import InputError, ModelError
 from spillover.jobs.checkpoint import KIND, read_checkpoint
@@ -192,3 +194,16 @@ def test_a_wrong_option_is_one_line(options: dict[str, Any], message: str) -> No
     with pytest.raises(InputError, match=message) as caught:
         JobOptions(**options)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("job", ["tune", "run"])
+def test_the_drive_is_measured_aloud(
+    folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    monkeypatch.setattr(planning, "_WORTH_MEASURING", 0)
+    perform: Any = tune_job if job == "tune" else run_job
+    _, events = perform(folder, tiny, placement="streamed", dry_run=True)
+    told = [event["message"] for event in events if event.get("stage") == "drive"]
+    assert told and all(re.fullmatch(r"measuring the drive: \d+ of 11 s", line) for line in told)
+    _, events = perform(folder, tiny, placement="streamed", dry_run=True)
+    assert [event for event in events if event.get("stage") == "drive"] == []

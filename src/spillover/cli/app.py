@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spillover import __version__
-from spillover.cli import catalog, export, inspect, jobs, machine, pool, prepare, queue, serve
+from spillover.cli import catalog, export, inspect, jobs, machine, pool, prepare, queue, report, serve
 from spillover.errors import InputError
 
 __all__ = ["app", "usage_error"]
@@ -32,6 +32,7 @@ app.command("stop")(inspect.stop)
 app.command("status")(inspect.status)
 app.command("tail")(inspect.tail)
 app.command("runs")(inspect.runs)
+app.command("report")(report.report)
 app.command("models")(catalog.models)
 app.command("adapters")(catalog.adapters)
 app.command("check")(prepare.check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,7 @@ def status(
     from spillover.state import State
     from spillover.store import open_store
 
-    uri = _state_uri(what)
+    uri, run = _state_uri(what)
     document = State(open_store(uri)).read()
     if document is None:
         raise InputError(f"nothing was ever started at {uri}", hint="spill runs")
@@ -40,6 +41,8 @@ def status(
         return
     for line in _status_lines(document, uri):
         print(line)
+    if run is not None:
+        print(f"next: spill report {run}")
 
 
 def stop(
@@ -52,7 +55,7 @@ def stop(
     from spillover.state import State
     from spillover.store import open_store
 
-    uri = _state_uri(what)
+    uri, _ = _state_uri(what)
     State(open_store(uri)).quiesce(reason)
     print(f"asked: the owner of {uri} stops after its present step or row")
 
@@ -67,6 +70,8 @@ def runs(limit: Annotated[int, typer.Option(help="How many, newest first.")] = 2
     for run in found[:limit]:
         if (manifest := run.manifest()) is not None:
             print(f"{run.id:44} {_state_of(manifest):10} {_when(manifest.started)}  {_progress_of(manifest)}")
+    if found and sys.stdout.isatty():
+        print("next: spill report RUN")
 
 
 def tail(
@@ -92,15 +97,19 @@ def tail(
         seen = len(events)
 
 
-def _state_uri(what: str | None) -> str:
-    """The state that a run's name, a path or a URI stands for."""
+def _state_uri(what: str | None) -> tuple[str, str | None]:
+    """The state that a run's name, a path or a URI stands for, and the run if it is one's."""
     from spillover.jobs.runs import find_run
 
     if what is not None and ("://" in what or (Path(what) / "control.json").exists()):
-        return what
-    manifest = find_run(what).manifest()
-    assert manifest is not None  # a run without one is not found
-    return manifest.state
+        return what, None
+    run = find_run(what)
+    manifest = run.manifest()
+    if manifest is None:
+        raise InputError(
+            f"{run.folder}/manifest.json cannot be read", hint="name the state: spill status URI"
+        )
+    return manifest.state, run.id
 
 
 def _status_lines(document: Control, uri: str) -> list[str]:

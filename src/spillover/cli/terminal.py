@@ -24,7 +24,7 @@ __all__ = ["Headless", "Live", "display", "duration", "error_line", "sparkline"]
 
 BARS = "▁▂▃▄▅▆▇█"
 TOLD = ("start", "restore", "checkpoint", "stage")
-PASSING = ("model", "input")
+PASSING = ("model", "input", "drive")
 """Stages that matter while they last."""
 
 

@@ -96,7 +96,7 @@ class Work:
     ``batch`` is the wanted number of rows at once (generate) or sequences in a micro-batch (train),
     ``sequence`` the most tokens a row may have, prompt and answer together. ``memory`` is the bytes that may
     be used, None for most of what the machine has. ``numerics``, ``device`` and ``placement`` None mean:
-    choose.
+    choose. ``report`` hears how far planning is where it takes long: what, seconds done and in all.
     """
 
     kind: Kind
@@ -107,6 +107,7 @@ class Work:
     device: str | None = None
     memory: int | None = None
     placement: Placement | None = None
+    report: Callable[[str, float, float], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Every event has ``event``, ``time`` (Unix seconds), ``command``, ``step``, ``los
 ``peak_mem_gb``, ``eta_s`` and ``engine``, null where they do not apply, and whatever else its kind says:
 
 ==============  ============================================================================
-``start``       ``message`` (the line before the work), ``run``, ``state``, ``total``
+``start``       ``message`` (the line before the work), ``run``, ``state``, ``total``,
+                ``host``, ``hardware``, ``device``, ``numerics``
 ``restore``     ``uri`` and ``step`` that the work continues from
 ``step``        one optimizer step: ``lr``, ``grad_norm``, ``tokens`` (targets), ``step_s``, ``rows``,
                 ``bound`` (what holds the work back most) and ``share`` (of it, reached)

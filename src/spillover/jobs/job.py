@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from spillover.engine.protocol import Kind, Numerics
 from spillover.errors import InputError
 from spillover.jobs.events import Events
 from spillover.jobs.interrupts import Abandoned, Ending, Interrupts
-from spillover.jobs.runs import RUNS, JobFile, Run, run_id
+from spillover.jobs.runs import RUNS, JobFile, Run, hardware, run_id
 from spillover.models import LoraConfig
 from spillover.sizes import parse_size
 from spillover.state import LEASE_SECONDS, Control, Identity, Owned, Owner, State
@@ -101,10 +103,18 @@ class JobOptions:
         except InputError as error:
             raise InputError(f"--memory {error}", hint="--memory 2GB, --memory 1500MiB") from None
 
-    def asking(self, kind: Kind, batch: int, sequence: int, lora: LoraConfig | None = None) -> Asked:
-        """What to ask of an engine."""
+    def asking(
+        self,
+        kind: Kind,
+        batch: int,
+        sequence: int,
+        lora: LoraConfig | None = None,
+        events: Events | None = None,
+    ) -> Asked:
+        """What to ask of an engine; ``events`` hear how far the planning is, where that takes long."""
         numerics, placement = cast("Numerics | None", self.numerics), cast("Placement | None", self.placement)
-        return Asked(kind, batch, sequence, lora, numerics, self.device, self.memory_bytes, placement)
+        report = None if events is None else _planning(events)
+        return Asked(kind, batch, sequence, lora, numerics, self.device, self.memory_bytes, placement, report)
 
 
 class Work(Protocol):
@@ -259,6 +269,20 @@ def reporter(events: Events) -> Callable[[str, int, int], None]:
     return report
 
 
+def _planning(events: Events) -> Callable[[str, float, float], None]:
+    """A progress callback for planning: an event a second."""
+    last = -math.inf
+
+    def report(what: str, done: float, total: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1:
+            last = now
+            events.emit("stage", stage="drive", message=f"{what}: {done:.0f} of {total:.0f} s")
+
+    return report
+
+
 @contextlib.contextmanager
 def open_session(
     job: JobFile,
@@ -278,7 +302,9 @@ def open_session(
         run.begin(job, store.uri, work.identity, work.facts)
         events.add(run.record)
         line = work.line(store.uri, done_so_far(owned.document))
-        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total)
+        plan, machine = work.plan, {"host": socket.gethostname(), "hardware": hardware()}
+        where = machine | {"device": plan.device, "numerics": plan.numerics}
+        events.emit("start", message=line, run=run.id, state=store.uri, total=work.total, **where)
         session = Session(owned, run, events, interrupts, options)
         status = "failed"
         try:

@@ -328,7 +328,7 @@ def planned(inputs: Inputs, options: JobOptions, events: Events) -> RunWork:
     longest = min(context, -(-max(extent.longest, ROUND) // ROUND) * ROUND)
     batch = min(settings.batch, summary.rows * settings.samples)
     worn = inputs.adapter.config if inputs.adapter else None
-    plan = computing.plan(model, options.asking("generate", batch, longest, worn))
+    plan = computing.plan(model, options.asking("generate", batch, longest, worn, events))
     return RunWork(settings, model, inputs.adapter, summary, tokenizer, computing, plan, extent)
 
 

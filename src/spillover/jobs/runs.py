@@ -4,6 +4,7 @@
         job.json         the command as it was given, for `spill resume` and ``--config``
         manifest.json    what ran on what: hashes, engine, numerics, versions, hardware, times, status
         events.jsonl     every event, appended
+        events.out.tf*   a tune's curves, for TensorBoard
         results.jsonl    a row job's answers, in the order of the input
         state/           durable state, unless ``--state`` puts it elsewhere
 
@@ -77,6 +78,7 @@ class Run:
         self.folder = folder
         self.id = folder.name
         self._events: int | None = None
+        self._torn = False  # whether the last line of events.jsonl is half a one
 
     @property
     def results(self) -> Path:
@@ -132,20 +134,29 @@ class Run:
         if self._events is None:
             if not self.folder.is_dir():
                 return
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             with contextlib.suppress(OSError):
                 self._events = os.open(self.folder / "events.jsonl", flags, 0o644)
+                size = os.fstat(self._events).st_size
+                self._torn = size > 0 and os.pread(self._events, 1, size - 1) != b"\n"
         if self._events is None:
             return
+        line = (b"\n" if self._torn else b"") + msgspec.json.encode(event) + b"\n"
         with contextlib.suppress(OSError):  # a full disk must not end the work; the state says so itself
-            os.write(self._events, msgspec.json.encode(event) + b"\n")
+            written = os.write(self._events, line)
+            self._torn = written < len(line) and line[:written][-1:] != b"\n"
 
     def events(self) -> Iterator[Event]:
         """The recorded events; lines that a dying process left half-written are skipped."""
         with contextlib.suppress(FileNotFoundError), (self.folder / "events.jsonl").open("rb") as file:
             for line in file:
                 with contextlib.suppress(msgspec.DecodeError):
-                    yield msgspec.json.decode(line)
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+
+    def last_step(self, step: int) -> Event | None:
+        """The latest event of optimizer step ``step``, None when there is none on record."""
+        found = [one for one in self.events() if one.get("event") == "step" and one.get("step") == step]
+        return found[-1] if found else None
 
 
 def hardware() -> str:
@@ -160,15 +171,19 @@ def list_runs(root: Path = RUNS) -> list[Run]:
 
 
 def find_run(name: str | None, root: Path = RUNS) -> Run:
-    """The run called ``name`` (an unambiguous beginning is enough), or the newest.
+    """The run called ``name`` (an unambiguous beginning is enough) or in the folder ``name``, or the newest.
+
+    ``last`` is the newest, too.
 
     Raises:
         InputError: there is none, or more than one begins so.
     """
+    if name is not None and any((Path(name) / file).is_file() for file in ("manifest.json", "events.jsonl")):
+        return Run(Path(name) if Path(name).name not in ("", "..") else Path(name).resolve())
     runs = list_runs(root)
     if not runs:
         raise InputError(f"there are no runs in {root.resolve()}", hint="spill run or spill tune starts one")
-    if name is None:
+    if name is None or name == "last":
         return runs[0]
     exact = [run for run in runs if run.id == name or run.folder == Path(name)]
     begun = exact or [run for run in runs if run.id.startswith(name)]

@@ -273,7 +273,7 @@ def _work(settings: TuneSettings, options: JobOptions, events: Events, cleanup: 
     steps = Steps.of(order.per_epoch, epochs=epochs, steps=settings.steps, grad_accum=settings.grad_accum)
     computing = engine(options.engine)
     longest = max(int(part.lengths.max()) for part in (examples, validation) if part is not None)
-    plan = computing.plan(model, options.asking("train", settings.batch, longest, lora))
+    plan = computing.plan(model, options.asking("train", settings.batch, longest, lora, events))
     return TuneWork(settings, model, summary, examples, validation, order, steps, computing, plan)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from spillover.jobs.interrupts import Abandoned, Ending
 from spillover.jobs.pace import Pace, Share
 from spillover.jobs.saving import Saver
 from spillover.jobs.schedule import lr_at
+from spillover.jobs.tensorboard import EventFile
 from spillover.models import initial
 from spillover.models.lora import Adapter
 from spillover.state import Reference
@@ -55,10 +57,12 @@ class Training:
         self._traffic = Traffic()
         self._saved = time.monotonic()
         self._in_save = (self.record.step, len(self.record.validation))
+        self._curves = self._drawn()
+        self._complain()
 
     def run(self) -> tuple[Ending, Trained]:
         """Train; afterwards everything that was done is durable, and complete if it was all."""
-        with Saver(self.session.owned, KIND, self._basis, self._durable) as saver:
+        with closing(self._curves), Saver(self.session.owned, KIND, self._basis, self._durable) as saver:
             try:
                 ending = self._steps(saver)
             except (ModelError, EngineError):  # a weight file that is gone, say: the steps are still good
@@ -139,24 +143,33 @@ class Training:
             rows=rows,
             **self._share.of(self._traffic),
         )
+        self._complain()
+
+    def _complain(self) -> None:
+        if (message := self._curves.complaint()) is not None:
+            self.session.events.emit("stage", stage="tensorboard", message=message)
 
     def _validate_if_due(self) -> None:
         """Measure the loss on the validation file at the end of each epoch, unless that is done."""
         validation, step = self.work.validation, self.record.step
-        if validation is None or any(step == done for done, _ in self.record.validation):
-            return
-        before, now = (self.work.steps.micro_batches_of(n).stop for n in (step - 2, step - 1))
-        per_epoch = self.work.order.per_epoch
-        if step == 0 or not (now // per_epoch > before // per_epoch or step == self.work.steps.total):
+        if validation is None or not self._validation_is_due():
             return
         batch = self.work.settings.batch
         groups = [
             range(start, min(start + batch, len(validation))) for start in range(0, len(validation), batch)
         ]
         loss = self._trainer.evaluate([collate([validation.example(i) for i in group]) for group in groups])
-        self.record.validation.append((step, loss))
         message = f"validation loss {loss:.4f} after step {step}"
-        self.session.events.emit("stage", stage="validation", step=step, loss=loss, message=message)
+        with self.session.interrupts.finishing():  # what is kept is told, too
+            self.record.validation.append((step, loss))
+            self.session.events.emit("stage", stage="validation", step=step, loss=loss, message=message)
+
+    def _validation_is_due(self) -> bool:
+        step, per_epoch = self.record.step, self.work.order.per_epoch
+        if self.work.validation is None or step == 0 or any(step == at for at, _ in self.record.validation):
+            return False
+        before, now = (self.work.steps.micro_batches_of(n).stop for n in (step - 2, step - 1))
+        return now // per_epoch > before // per_epoch or step == self.work.steps.total
 
     def _save_is_due(self) -> bool:
         overdue = time.monotonic() - self._saved > SAVE_SECONDS
@@ -180,6 +193,22 @@ class Training:
         uri = f"{self.session.owned.store.uri}/{reference.folder}"
         message = f"durable at {uri}, step {reference.step}"
         self.session.events.emit("checkpoint", step=reference.step, uri=uri, message=message)
+
+    def _drawn(self) -> EventFile:
+        """The event file of this process.
+
+        A validation that is due again may have been drawn before. It is dropped with its whole step, which
+        is then drawn anew.
+        """
+        step, again = self.record.step, self._validation_is_due()
+        curves = EventFile(self.session.run.folder, first=step if again else step + 1)
+        if again:
+            s, known = self.work.settings, self.session.run.last_step(step) or {}
+            lr = lr_at(step - 1, self.work.steps.total, s.lr, s.warmup, s.schedule)
+            sure = {"event": "step", "step": step, "loss": self.record.losses[-1], "lr": lr}
+            curves.record({"time": time.time()} | known | sure)
+        self.session.events.add(curves.record)
+        return curves
 
     def _restored(self) -> tuple[Reference | None, Trainer]:
         """The checkpoint to continue from, and a trainer that stands where it was written."""

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -60,7 +61,7 @@ def known_drive(folder: Path) -> Drive:
 
 def measure_drive(
     files: Sequence[Path],
-    report: Callable[[float], None] | None = None,
+    report: Callable[[float, float], None] | None = None,
     *,
     seconds: float = _SUSTAINED,
     source: str = "",
@@ -68,14 +69,15 @@ def measure_drive(
     """Measure the drive under `files`, the weight files of one model, and keep the result.
 
     Candidates take turns for half a second each; then the best reads for `seconds` or the size of the files,
-    whichever is less, and that is its rate. Takes up to 20 s and 256 MiB of memory. `report` hears the share
-    that is done, from 0 to 1; `source` is what the files are, in words. `ModelError` for a file that cannot
-    be read, `EngineError` when there is no memory.
+    whichever is less, and that is its rate. Takes up to 20 s and 256 MiB of memory. `report` hears seconds
+    done and in all; `source` is what the files are, in words. `ModelError` for a file that
+    cannot be read, `EngineError` when there is no memory.
     """
     turns = [one for _ in range(_ROUNDS) for one in _CANDIDATES]
     rates: dict[tuple[int, int], list[float]] = {one: [] for one in _CANDIDATES}
     short = min(_SLICE, seconds / 10)
-    total, done = len(turns) * short + seconds, 0.0
+    trying = len(turns) * short
+    tell = partial(_tell, report, trying + seconds)
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(contextlib.closing(Shard(file))) for file in files]
         for shard in shards:
@@ -83,16 +85,13 @@ def measure_drive(
                 _uncache(shard.path)
         cursor = _Cursor(shards)
         buffer = allocate(max(threads * read for threads, read in _CANDIDATES))
-        for one in turns:
+        for number, one in enumerate(turns):
             rates[one].append(_rate(cursor, *one, buffer, short))
-            done += short
-            if report is not None:
-                report(done / total)
+            tell(short * (number + 1))
         threads, read_bytes = _best({one: statistics.median(found) for one, found in rates.items()})
-        rate = _rate(cursor, threads, read_bytes, buffer, seconds)
+        rate = _rate(cursor, threads, read_bytes, buffer, seconds, lambda spent: tell(trying + spent))
         direct = not any(shard.cached_bytes for shard in shards)
-    if report is not None:
-        report(1.0)
+    tell(trying + seconds)
     drive = Drive(threads, read_bytes, rate, time.time(), direct, source)
     with contextlib.suppress(OSError):  # a read-only home only means measuring again
         path = home() / "drives.json"
@@ -115,6 +114,11 @@ def identity(path: Path) -> str:
 def existing(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists: what will be at `path` is on the same drive."""
     return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
+def _tell(report: Callable[[float, float], None] | None, total: float, done: float) -> None:
+    if report is not None:
+        report(min(done, total), total)
 
 
 def _load() -> dict[str, Drive]:
@@ -161,8 +165,15 @@ class _Cursor:
             return shard, start, min(length, size - start)
 
 
-def _rate(cursor: _Cursor, threads: int, read_bytes: int, buffer: NDArray[np.uint8], seconds: float) -> float:
-    """Bytes per second of reading for `seconds`, or all files once."""
+def _rate(
+    cursor: _Cursor,
+    threads: int,
+    read_bytes: int,
+    buffer: NDArray[np.uint8],
+    seconds: float,
+    heard: Callable[[float], None] | None = None,
+) -> float:
+    """Bytes per second of reading for `seconds`, or all files once; `heard` hears of them now and then."""
     done = [0] * threads
     failed: list[ModelError] = []
     begin = time.monotonic()
@@ -180,7 +191,10 @@ def _rate(cursor: _Cursor, threads: int, read_bytes: int, buffer: NDArray[np.uin
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join()
+        while worker.is_alive():
+            worker.join(_SLICE)
+            if heard is not None:
+                heard(time.monotonic() - begin)
     if failed:
         raise failed[0]
     return sum(done) / (time.monotonic() - begin)

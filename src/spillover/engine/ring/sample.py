@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 import time
@@ -16,6 +17,7 @@ _LARGE = 1 << 30  # bytes: more than a drive's own cache
 _WRITING = 3.0  # seconds
 _PIECE = 16 << 20
 _SPARE = 4  # times the file that must be free
+_PREFIX = ".measure-"
 
 
 class CannotMeasure(Exception):
@@ -28,10 +30,11 @@ def sample(large: int = _LARGE, seconds: float = _WRITING) -> Iterator[tuple[Pat
 
     Where no model has a file of `large` bytes, one is written, and deleted in the end; `seconds` of writing
     are enough, so a slow drive gets a smaller one. `CannotMeasure` when there is no room for it or the drive
-    fails.
+    fails. What a killed process left of one goes first.
     """
     folder = existing(models_home())
     try:
+        _remove_stale(folder)
         found = max(_weights(folder), key=lambda path: path.stat().st_size, default=None)
         if found is not None and found.stat().st_size >= large:
             yield found, found.name
@@ -39,11 +42,20 @@ def sample(large: int = _LARGE, seconds: float = _WRITING) -> Iterator[tuple[Pat
         place = os.statvfs(folder)
         if place.f_bavail * place.f_frsize < _SPARE * large:
             raise CannotMeasure(f"{folder} has no room for a file of {large / 1e9:.1f} GB")
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".measure-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=_PREFIX) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             size = _fill(file.fileno(), large, seconds)
             yield Path(file.name), f"{size / 1e9:.1f} GB written for it"
     except OSError as error:
         raise CannotMeasure(f"{error.filename or folder}: {error.strerror}") from None
+
+
+def _remove_stale(folder: Path) -> None:
+    """Delete the files that were written for this by processes that are gone: nobody holds their locks."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _weights(folder: Path) -> list[Path]:

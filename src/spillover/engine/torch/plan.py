@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +87,8 @@ def _streamed(
     drive = known_drive(index.files[0])
     if not drive.rate and index.bytes >= _WORTH_MEASURING:
         with contextlib.suppress(EngineError, ModelError):  # the usual numbers do too
-            drive = measure_drive(index.files, seconds=_MEASURING)
+            report = work.report and partial(work.report, "measuring the drive")
+            drive = measure_drive(index.files, report, seconds=_MEASURING)
     layers = LayerIndex(index, model.config)
     if device.type == "cpu":
         places = 0 if kernels == COMPILED else 1
