@@ -121,6 +121,8 @@ def test_people_see_a_table_and_what_to_type(evals: Shell) -> None:
     path = evals.folder / following.removeprefix("next: head -n 1 ")
     assert json.loads(path.read_text().splitlines()[0])["models"][0]["model"] == "tiny"
     assert outcome.kinds[-1] == "done" and outcome.of("done")[0]["complete"] is True
+    refused = evals("report", "last")
+    assert refused.code == 1 and "is an evaluation: its scores are in " in refused.err
     assert evals("eval", "evals.jsonl", "tiny", "--quiet").err.splitlines()[-1].startswith("done: ")
 
 

@@ -98,7 +98,7 @@ def tail(
 
 
 def _state_uri(what: str | None) -> tuple[str, str | None]:
-    """The state that a run's name, a path or a URI stands for, and the run if it is one's."""
+    """The state that a run's name, a path or a URI stands for, and the run if it is one's to report on."""
     from spillover.jobs.runs import find_run
 
     if what is not None and ("://" in what or (Path(what) / "control.json").exists()):
@@ -109,7 +109,7 @@ def _state_uri(what: str | None) -> tuple[str, str | None]:
         raise InputError(
             f"{run.folder}/manifest.json cannot be read", hint="name the state: spill status URI"
         )
-    return manifest.state, run.id
+    return manifest.state, run.id if run.has_course else None
 
 
 def _status_lines(document: Control, uri: str) -> list[str]:

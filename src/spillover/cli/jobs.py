@@ -422,7 +422,7 @@ def _tell(result: Result, url: str | None, text: Callable[[str], None], quiet: b
     for line in () if quiet else result.details:
         text(line)
     text(result.message)
-    if result.run is not None and result.ending.name == "DONE" and not quiet:
+    if result.run is not None and result.run.has_course and result.ending.name == "DONE" and not quiet:
         text(f"its course: spill report {result.run.id}")
     if result.next is not None and not quiet:
         text(f"next: {result.next}")

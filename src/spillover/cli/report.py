@@ -36,6 +36,11 @@ def report(
     if out is not None and out.is_dir():
         raise InputError(f"--out {out} is a folder", hint="name a file")
     found = find_run(run)
+    if not found.has_course:
+        raise InputError(
+            f"{found.id} is an evaluation: its scores are in {found.folder}/report.json",
+            hint="the same spill eval prints them again",
+        )
     history = read_history(found)
     figures = summary(found, history)
     target = out or (None if json else found.folder / "report.html")

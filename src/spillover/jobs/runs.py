@@ -85,6 +85,11 @@ class Run:
         return self.folder / "results.jsonl"
 
     @property
+    def has_course(self) -> bool:
+        """Whether there is something to draw; what an evaluation found is in its ``report.json``."""
+        return not self.id.startswith("eval-")
+
+    @property
     def default_state(self) -> str:
         return str(self.folder / "state")
 
