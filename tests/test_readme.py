@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data import ROOT
-from report.made import a_tune
+from reporting.made import a_tune
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

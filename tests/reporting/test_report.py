@@ -11,7 +11,7 @@ import pytest
 
 from jobs.scenarios import run_job, tune_job, write_prompts, write_training
 from models.folders import tiny_llama
-from report.made import Made, a_row_job, a_tune
+from reporting.made import Made, a_row_job, a_tune
 from spillover.jobs.runs import Run, find_run
 from spillover.report import History, Summary, lines, page, read_history, summary
 from spillover.report.axis import labels, smoothed, thinned, ticks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from report.made import a_row_job, a_tune
+from reporting.made import a_row_job, a_tune
 from spillover.jobs.runs import Run
 from spillover.report import page, read_history, summary
 
