@@ -89,11 +89,13 @@ def test_two_at_the_same_answers_is_one_too_many(evals: Shell) -> None:
     write_evals(evals.folder / "evals.jsonl", 2000)
     first = evals.start(*EVAL)
     first.until("row", 3)
+    first.send(signal.SIGSTOP)  # or it would be at the other model before long
     second = evals(*EVAL)
     assert second.code == 1 and f"owned by process {first.child.pid}" in second.err
     beside = evals("eval", "evals.jsonl", "other", "--numerics", "float32", "--stop-after", "50")
     assert beside.code == 0 and "stopped on purpose: other has answered" in beside.err
     first.send(signal.SIGTERM)
+    first.send(signal.SIGCONT)
     assert first.end().code == 75
 
 

@@ -392,3 +392,28 @@ def test_the_demo_with_an_adapter_agrees(
     assert parity.rows == parity.same_prompts == 57 and parity.tokens > 700
     assert parity.agreement >= exported.record.bound
     assert 0 < parity.logprob_mean_difference < 0.1
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_what_appears_at_the_destination_meanwhile_is_kept(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Asking the trained model takes long; somebody may use the name until then."""
+    target, usual = tmp_path / name, module._replies
+
+    def slow(*given: Any) -> Any:
+        target.write_text("a thesis")
+        return usual(*given)
+
+    monkeypatch.setattr(module, "_replies", slow)
+    with pytest.raises(InputError, match="exists already"):
+        export(trained.name, target)
+    assert target.read_text() == "a thesis" and [path.name for path in tmp_path.glob("out*")] == [name]
+
+
+def test_what_lies_in_the_working_folder_does_not_run(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    export(trained.name, tmp_path / "out")

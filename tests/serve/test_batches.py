@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -227,7 +228,7 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(server, tiny, tmp_path):
 
 def test_somebody_who_waits_goes_before_a_batch(server, tiny, tmp_path):
     """A batch has all slots; one answer comes at once, and the batch is what it would have been."""
-    path = batch_file(tmp_path / "rows.jsonl", 24, max_completion_tokens=None, **GREEDY)
+    path = batch_file(tmp_path / "rows.jsonl", 60, max_completion_tokens=None, **GREEDY)
     path.write_text("".join(line.replace('"max_tokens": ', '"max_tokens": 20') + "\n"
                             for line in path.read_text().splitlines()))  # fmt: skip
     alone = said(lines(server, ended(server, begin(server, path)).output_file_id))
@@ -275,3 +276,88 @@ def test_a_batch_waits_for_a_server_of_its_model(serving, tiny, name, tmp_path):
     eventually(lambda: f"{batch.id} waits for another start: it is for {tiny}+a" in other.log.read_text())
     assert other.client.batches.retrieve(batch.id).status == "in_progress"
     assert other.client.batches.cancel(batch.id).status == "cancelling"
+
+
+@pytest.mark.parametrize("model", ['["x"]', "7", '{"a": 1}'])
+def test_a_row_whose_model_is_no_name_fails_its_batch_and_no_other(server, tiny, tmp_path, model):
+    bad = tmp_path / "bad.jsonl"
+    body = f'{{"model": {model}, "messages": [{{"role": "user", "content": "Rome"}}]}}'
+    bad.write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}\n')
+    failed = ended(server, begin(server, bad))
+    assert failed.status == "failed" and failed.errors.data[0].line == 1
+    assert str(server.home.parent / "shared") not in failed.errors.data[0].message
+    path = batch_file(tmp_path / "good.jsonl", 3, str(tiny), **GREEDY)
+    assert ended(server, begin(server, path)).status == "completed"
+
+
+def test_a_row_without_a_model_is_for_the_base(server, tiny, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    body = {"model": None, "messages": [{"role": "user", "content": "Rome"}], "max_tokens": 3}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    path.write_text(json.dumps(row) + "\n")
+    batch = ended(server, begin(server, path))
+    assert batch.status == "completed", batch.errors
+
+
+def test_a_conversation_that_the_template_refuses_is_that_rows_error(server, tiny, tmp_path, monkeypatch):
+    path = batch_file(tmp_path / "rows.jsonl", 4, str(tiny), **GREEDY)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    rows[1]["body"]["messages"] = [
+        {"role": "user", "content": "Rome"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "f", "tool_call_id": "1"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = ended(server, begin(server, path))
+    counts = batch.request_counts
+    if counts.failed == 0:
+        pytest.fail("the tiny model's template takes this conversation: choose another")
+    assert (batch.status, counts.completed, counts.failed) == ("completed", 3, 1)
+    (error,) = lines(server, batch.error_file_id)
+    assert (error["custom_id"], error["error"]["code"]) == ("q1", "invalid_messages")
+    assert [row["custom_id"] for row in lines(server, batch.output_file_id)] == ["q0", "q2", "q3"]
+
+
+def test_a_batch_continues_under_other_settings(serving, name, tmp_path):
+    """With the most tokens of an answer that held when it was accepted."""
+    path = batch_file(tmp_path / "rows.jsonl", 120, name, max_tokens=None, temperature=0.0)
+    server = serving("--batch", "4", "--max-tokens", "9")
+    batch = begin(server, path)
+    after(server, batch, 5)
+    assert server.stop() == 0
+    server = serving("--batch", "4", "--max-tokens", "3")
+    found = ended(server, batch)
+    assert (found.status, found.request_counts.completed) == ("completed", 120), found.errors
+    bodies = [row["response"]["body"] for row in lines(server, found.output_file_id)]
+    assert max(body["usage"]["completion_tokens"] for body in bodies) == 9
+
+
+def test_a_file_that_a_batch_reads_cannot_be_deleted_however_close(server, tiny, tmp_path):
+    """A batch and a deletion at once: either the batch is refused, or the file stays."""
+    path = batch_file(tmp_path / "rows.jsonl", 2, str(tiny), **GREEDY)
+    window = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    with ThreadPoolExecutor(2) as pool, server.client as client:
+        for _ in range(15):
+            with path.open("rb") as data:
+                file = client.files.create(file=data, purpose="batch")
+            begun = pool.submit(client.batches.create, input_file_id=file.id, **window)
+            deleted = pool.submit(client.files.delete, file.id)
+            if begun.exception() is None:
+                assert deleted.exception() is not None
+                assert ended(server, begun.result()).status == "completed"
+
+
+@pytest.mark.parametrize("limit", ["0" * 8 + "1" + "9" * 5000, "٣", "0", "10001", "-1", ""])
+def test_a_limit_that_is_none_is_refused(server, limit):
+    for what in ("files", "batches"):
+        assert httpx2.get(f"{server.url}/{what}", params={"limit": limit}).status_code == 400
+
+
+def test_a_range_is_not_understood_and_does_no_harm(server, tiny, tmp_path):
+    path = batch_file(tmp_path / "rows.jsonl", 1, str(tiny), **GREEDY)
+    with path.open("rb") as data:
+        file = server.client.files.create(file=data, purpose="batch")
+    for wanted in ("bytes=x", "bytes=99-", "items=0-1"):
+        answer = httpx2.get(f"{server.url}/files/{file.id}/content", headers={"Range": wanted})
+        assert answer.status_code == 200 and answer.content == path.read_bytes()

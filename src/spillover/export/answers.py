@@ -72,6 +72,8 @@ def questions(path: Path | None, tokenizer: Tokenizer, room: int) -> list[Questi
     """
     from spillover.jobs.data import check_file, read_rows
 
+    if room < 1:
+        raise InputError("the context holds no prompt beside so many --tokens", hint="lower --tokens")
     with resources.as_file(resources.files("spillover.export") / "prompts.jsonl") as packaged:
         source = path or packaged
         summary = check_file(source, "prompt")

@@ -114,12 +114,15 @@ def export_model(
     """
     computing = computing or Computing()
     if settings.to is not None:
-        check_target(settings.to, overwrite=settings.overwrite)
+        with writing(settings.to):
+            check_target(settings.to, overwrite=settings.overwrite)
     plan = _plan(settings, weights, report)
-    check_target(plan.target, overwrite=settings.overwrite)
-    check_room(_room(plan), plan.target)
+    with writing(plan.target):
+        check_target(plan.target, overwrite=settings.overwrite)
+        check_room(_room(plan), plan.target)
     replies = _replies(plan, computing, report)
     with writing(plan.target), workplace(plan.target) as partial:
+        check_target(plan.target, overwrite=settings.overwrite)  # somebody else may have been there first
         made, scratch = partial / "made", partial / "scratch"
         made.mkdir()
         scratch.mkdir()
@@ -154,7 +157,9 @@ def _plan(settings: ExportSettings, weights: str | None, report: Report) -> _Pla
 
 def _name(model: Model, settings: ExportSettings, kind: str) -> str:
     """A name of the model's and its adapter's."""
-    parts = [Path(part).name for part in (model.ref.base.rstrip("/"), *model.ref.adapters)]
+    base = Path(model.ref.base)
+    names = (base.resolve() if base.is_dir() else base, *map(Path, model.ref.adapters))
+    parts = [path.name for path in names]
     name = "-".join(parts).replace(":", "-").replace("@", "-")
     return f"{name}-{kind}.gguf" if settings.kind == "gguf" else f"{name}-export"
 
@@ -233,6 +238,7 @@ def _record(plan: _Plan, made: Path, parity: Parity, notes: list[str]) -> Record
 
 def _publish(plan: _Plan, made: Path) -> tuple[Path, list[Path]]:
     target = plan.target
+    check_target(target, overwrite=plan.settings.overwrite)  # hours may have passed
     if target.suffix == ".gguf":
         moved = publish_file(made, target)
         return target, moved

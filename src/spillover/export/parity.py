@@ -8,6 +8,7 @@ and not texts that part for good at the first near tie, makes every position cou
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ Report = Callable[[int, int], None]
 TIE = 0.25
 """Nats between the two most likely tokens below which rounding may decide between them."""
 _NAMED = 8
+_PROGRESS = re.compile(r"(\d+) (\d+)")
 """Rows that an error names."""
 _NOTICED = 0.01
 """A mean difference of log-probabilities below which an adapter has hardly learnt anything."""
@@ -130,17 +132,19 @@ def _names(rows: list[Difference]) -> str:
 
 def _run(request: Path, report: Report) -> Outcome:
     command = [sys.executable, "-m", "spillover.export.check", str(request)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # safe: what lies in the working folder is not what runs
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         try:
             assert child.stdout is not None
             last = ""
             for line in child.stdout:
-                last = line
-                if not line.startswith("{"):
-                    done, total = line.split()
-                    report(int(done), int(total))
+                if line.startswith("{"):
+                    last = line
+                elif progress := _PROGRESS.fullmatch(line.strip()):
+                    report(int(progress[1]), int(progress[2]))
             child.wait()
         finally:
             child.kill()  # an interruption must not leave it at work
@@ -174,7 +178,7 @@ def _compare(asked: list[Question], replies: list[Reply], rows: list[Scored]) ->
         agree=agree,
         clear=clear,
         clear_agree=clear - wrong,
-        agreement=(clear - wrong) / clear if clear else 1.0,
+        agreement=(clear - wrong) / clear if clear else agree / len(gaps),
         same_prompts=sum(row.same_prompt for row in rows),
         logprob_mean_difference=sum(gaps) / len(gaps),
         logprob_max_difference=max(gaps),

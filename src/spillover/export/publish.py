@@ -19,22 +19,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spillover.errors import InputError, StoreError, StoreFull
-from spillover.models.folders import flush, flush_folder, replace
+from spillover.models.folders import aside_of, flush, flush_folder, replace
 
 __all__ = ["RECORD", "check_room", "check_target", "publish_file", "publish_folder", "workplace", "writing"]
 
 RECORD = "export.json"
+COMPANIONS = (RECORD, "Modelfile")
+"""What may lie beside a file, under its stem: ``x.gguf`` comes with ``x.export.json``."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise `InputError` for a destination that is taken; only an export may be overwritten."""
     if not target.exists() and not target.is_symlink():
+        taken = [path for name in COMPANIONS if (path := _beside(target, name)).exists()]
+        if taken and target.suffix == ".gguf" and not overwrite:
+            raise InputError(f"{taken[0]} exists already", hint="choose another --to, or add --overwrite")
         return
     if not overwrite:
         raise InputError(f"{target} exists already", hint="choose another --to, or add --overwrite")
-    mine = (target / RECORD).is_file() if target.is_dir() else target.suffix == ".gguf"
-    if not mine or target.is_symlink():
+    record = target / RECORD if target.is_dir() else _beside(target, RECORD)
+    if not record.is_file() or target.is_symlink() or target.is_dir() == (target.suffix == ".gguf"):
         raise InputError(f"{target} is no export: it is not replaced", hint="choose another --to")
 
 
@@ -74,8 +79,10 @@ def workplace(target: Path) -> Iterator[Path]:
     Raises:
         InputError: another process is exporting to the same destination.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial, aside = target.with_name(f".{target.name}.partial"), aside_of(target)
     with _locked(partial, target):
+        if aside.exists() and not target.exists():  # somebody was killed while he replaced it
+            aside.rename(target)
         _clear(partial)
         try:
             yield partial
@@ -91,17 +98,25 @@ def publish_folder(partial: Path, target: Path) -> None:
 def publish_file(made: Path, target: Path) -> list[Path]:
     """Move the files of the folder `made` beside `target`, `target` itself last; the paths they have now.
 
-    Those beside it have its stem in their names: ``x.gguf`` comes with ``x.export.json``.
+    Those beside it have its stem in their names. What a former export had beside it and this one has not is
+    removed.
     """
     flush(made)
     others = sorted(path for path in made.iterdir() if path.name != target.name)
     moved = []
     for path in (*others, made / target.name):
-        final = target if path.name == target.name else target.with_name(f"{target.stem}.{path.name}")
+        final = target if path.name == target.name else _beside(target, path.name)
         os.replace(path, final)
         moved.append(final)
+    for name in COMPANIONS:
+        if (stale := _beside(target, name)) not in moved:
+            stale.unlink(missing_ok=True)
     flush_folder(target.parent)
     return moved
+
+
+def _beside(target: Path, name: str) -> Path:
+    return target.with_name(f"{target.stem}.{name}")
 
 
 @contextlib.contextmanager

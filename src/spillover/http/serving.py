@@ -107,10 +107,10 @@ def guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
     """``endpoint`` for those who know the token."""
     if token is None:
         return endpoint
-    wanted = f"Bearer {token}".encode()
+    wanted = f"Bearer {token}".encode()  # headers are read as Latin-1, whatever bytes they are
 
     async def guarded(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, wanted):
             raise HTTPException(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
         return await endpoint(request)

@@ -207,7 +207,11 @@ class Answering:
                 continue
             self._unfinished.add(row.index)  # first: what lies before `_next` and is not in here is done
             self._next = max(self._next, row.index + 1)
-            opened = self._opened(row)
+            try:
+                opened = self._opened(row)
+            except ModelError as error:  # the chat template refuses the conversation
+                self._fail(row, RowFailure("invalid_messages", str(error)))
+                continue
             self._open[row.index] = opened
             if len(opened.completions) == settings.samples:
                 self._take(opened)
@@ -215,9 +219,10 @@ class Answering:
                     return
                 continue
             need = len(opened.prompt) + opened.decoding["max_tokens"]
-            if need > self.work.plan.sequence:
+            if need > (room := self.work.plan.sequence):
                 del self._open[row.index]
-                self._fail(row, need)
+                message = f"the prompt and its answer need {need} tokens, the context has {room}"
+                self._fail(row, RowFailure("context_length_exceeded", message))
                 continue
             for sample in range(settings.samples):
                 if sample not in opened.completions:
@@ -291,10 +296,9 @@ class Answering:
         self._note(opened.row, data, tokens)
         return completions[0].finish, tokens
 
-    def _fail(self, row: Row, need: int) -> None:
-        message = f"the prompt and its answer need {need} tokens, the context has {self.work.plan.sequence}"
+    def _fail(self, row: Row, failure: RowFailure) -> None:
         self._tally.failed += 1
-        self._note(row, self._answers.failure(row, RowFailure("context_length_exceeded", message)), 0)
+        self._note(row, self._answers.failure(row, failure), 0)
         self._tell(row, "error", 0)
 
     def _note(self, row: Row, data: bytes, tokens: int) -> None:

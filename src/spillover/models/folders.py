@@ -77,7 +77,8 @@ def replace(new: Path, final: Path) -> None:
     """Put the complete folder `new` in the place of `final`, whose former content is deleted.
 
     One system call swaps the two where the file system can (Linux ``renameat2``, macOS ``renamex_np``), so
-    that a reader finds the old or the new folder. Elsewhere there is an instant with neither.
+    that a reader finds the old or the new folder. Elsewhere there is an instant with neither; then the old
+    one is at `aside_of`.
     """
     flush(new)
     if not final.exists():
@@ -85,11 +86,21 @@ def replace(new: Path, final: Path) -> None:
     elif _swap(new, final):
         shutil.rmtree(new)
     else:
-        aside = new.with_name(f"{new.name}.old")
+        aside = aside_of(final)
+        shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
-        new.rename(final)
+        try:
+            new.rename(final)
+        except BaseException:
+            aside.rename(final)
+            raise
         shutil.rmtree(aside)
     flush_folder(final.parent)
+
+
+def aside_of(final: Path) -> Path:
+    """Where a folder waits while another takes its place; after a kill in that instant it is still there."""
+    return final.with_name(f".{final.name}.old")
 
 
 def write_atomic(path: Path, data: bytes) -> None:

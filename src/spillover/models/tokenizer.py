@@ -12,6 +12,8 @@ from spillover.models.chat import ChatTemplate, Message
 
 _UNFINISHED = "\ufffd"  # what decoding puts in the place of an incomplete UTF-8 sequence
 _PROBE = "zqxjkv"
+LONG_TEXT = 100_000
+"""Characters from which on other threads should not wait for a text's tokens."""
 
 
 class Tokenizer:
@@ -68,11 +70,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of exactly this text: special tokens written in it count, none is added."""
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
+        return list(self._encoded(text, special=False).ids)
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a text that no template surrounds, with the special tokens that the tokenizer adds."""
-        return self._one_bos(list(self._inner.encode(text, add_special_tokens=True).ids))
+        return self._one_bos(list(self._encoded(text, special=True).ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; an incomplete UTF-8 sequence becomes U+FFFD."""
@@ -146,6 +148,12 @@ class Tokenizer:
                 hint="a model tuned with it would not learn to stop; use an instruct model",
             )
         return first, last + 1
+
+    def _encoded(self, text: str, *, special: bool) -> Any:
+        """The library's encoding; for one text it holds on to the interpreter, whose other threads wait."""
+        if len(text) < LONG_TEXT:
+            return self._inner.encode(text, add_special_tokens=special)
+        return self._inner.encode_batch([text], add_special_tokens=special)[0]
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:

@@ -36,9 +36,11 @@ def answering(service: Service, kind: Kind) -> Endpoint:
 
     async def answer(request: Request) -> Response:
         service.require_open()
-        data = await read_body(request, BODY_BYTES, BODY_SECONDS)
         limits = Limits(service.context, service.settings.max_tokens, service.names)
-        call = await run_in_threadpool(read_call, kind, data, service.tokenizer, limits)
+        with service.bodies() as admit:
+            data = await read_body(request, BODY_BYTES, BODY_SECONDS, admit)
+            call = await run_in_threadpool(read_call, kind, data, service.tokenizer, limits)
+        service.require_room(len(call.prompts) * call.samples)  # before any of them is made
         if call.stream:
             return await _streamed(service, call)
         try:
@@ -61,8 +63,9 @@ async def _whole(service: Service, call: Call) -> Response:
             assert isinstance(what, Completion)
             completions[place] = what
     reply = Reply(call, service.tokenizer)
-    whole = reply.whole([completions[place] for place in range(len(requests))])
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    found = [completions[place] for place in range(len(requests))]
+    content = await run_in_threadpool(lambda: msgspec.json.encode(reply.whole(found)))
+    return Response(content, media_type="application/json")
 
 
 async def _streamed(service: Service, call: Call) -> Response:

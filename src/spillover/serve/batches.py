@@ -11,13 +11,13 @@ order in which they came, and their rows behind those of requests that somebody 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -101,6 +101,8 @@ class Batch(msgspec.Struct, kw_only=True):
     expired_at: int | None = None
     request_counts: Counts = msgspec.field(default_factory=Counts)
     metadata: dict[str, str] | None = None
+    max_tokens: int | None = None
+    """Most tokens of an answer whose row does not say: what the server had when it accepted the batch."""
 
 
 class _Elsewhere(Exception):
@@ -121,25 +123,55 @@ class Batches:
         self._left: set[str] = set()  # that this process will not run any more
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         for folder in root.iterdir():
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                batch = msgspec.json.decode((folder / "batch.json").read_bytes(), type=Batch)
-                self._known[batch.id] = batch
+            self._find(folder)
 
-    def create(self, file: str, window: str, metadata: dict[str, str] | None) -> Batch:
-        """Accept a batch over a file that is there; it is durable once this returns."""
+    def _find(self, folder: Path) -> None:
+        """Know the batch of a folder; one without ``batch.json`` was never accepted."""
+        try:
+            batch = msgspec.json.decode((folder / "batch.json").read_bytes(), type=Batch)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            print(f"spill: {folder / 'batch.json'} cannot be read: {error}", file=sys.stderr, flush=True)
+            return
+        self._known[batch.id] = batch
+        if batch.status in FINAL:
+            self._clear(batch)
+
+    def create(self, file: str, window: str, metadata: dict[str, str] | None) -> Batch | None:
+        """Accept a batch over a file; it is durable once this returns. None: the file is gone."""
         batch = Batch(
-            id=f"batch_{secrets.token_hex(12)}",
+            # batches are begun in the order of their ids
+            id=f"batch_{time.time_ns():016x}{secrets.token_hex(4)}",
+            max_tokens=self._service.settings.max_tokens,
             endpoint=ENDPOINT,
             input_file_id=file,
             completion_window=window,
             created_at=int(time.time()),
             metadata=metadata,
         )
-        self._write(batch)
-        with self._changed:
+        with self._changed:  # from here on the file is in use
+            if self._files.get(file) is None:
+                return None
             self._known[batch.id] = batch
+            self._left.add(batch.id)
+        try:
+            self._write(batch)
+        except BaseException:
+            del self._known[batch.id]
+            raise
+        with self._changed:
+            self._left.discard(batch.id)
             self._changed.notify()
         return batch
+
+    def delete_file(self, file: str) -> bool:
+        """Delete a file, unless a batch that has not ended reads it: False."""
+        with self._changed:
+            if any(one.input_file_id == file and one.status not in FINAL for one in self.list()):
+                return False
+            self._files.delete(file)
+            return True
 
     def get(self, name: str) -> Batch | None:
         """A batch, or None."""
@@ -147,24 +179,24 @@ class Batches:
 
     def list(self) -> list[Batch]:
         """All batches, newest first."""
-        with self._changed:
-            return sorted(self._known.values(), key=lambda one: (one.created_at, one.id), reverse=True)
+        return sorted([*self._known.values()], key=lambda one: (one.created_at, one.id), reverse=True)
 
     def cancel(self, batch: Batch) -> None:
         """Stop a batch; what was answered is kept. One that has ended stays as it is."""
         with self._changed:
             if batch.status in FINAL or batch.status == "cancelling":
                 return
+            before = batch.status
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            self._write(batch)
+            try:
+                self._write(batch)
+            except BaseException:  # a full disk: it may be asked again
+                batch.status, batch.cancelling_at = before, None
+                raise
             if self._current == batch.id and self._interrupts is not None:
                 self._interrupts.ask("SIGTERM")
             self._left.discard(batch.id)
             self._changed.notify()
-
-    def uses(self, file: str) -> bool:
-        """Whether a batch that has not ended reads a file."""
-        return any(one.input_file_id == file and one.status not in FINAL for one in self.list())
 
     @property
     def unfinished(self) -> int:
@@ -205,6 +237,9 @@ class Batches:
                     self._leave(batch, str(error))
             except SpillError as error:  # full disks, foreign owners: another start may do
                 self._leave(batch, str(error))
+            except Exception as error:  # whatever one batch does, the next ones are begun
+                traceback.print_exc()
+                self._leave(batch, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._current = self._interrupts = None
 
@@ -225,7 +260,8 @@ class Batches:
             return batch
 
     def _leave(self, batch: Batch, why: str) -> None:
-        """Let a batch be, as it is, until the next start."""
+        """Let a batch be, as it is, until the next start; whoever asks for it is told why."""
+        batch.errors = Problems(data=[Problem(code="waiting", message=why)])
         print(f"spill: {batch.id} waits for another start: {why}", file=sys.stderr, flush=True)
         self._left.add(batch.id)
 
@@ -269,7 +305,11 @@ class Batches:
         if summary.shape != "batch":
             raise InputError(f"{path}:1: the rows are no requests of a batch", hint="spill run takes them")
         settings = RunSettings(
-            name, path, max_tokens=service.settings.max_tokens, temperature=1.0, batch=service.plan.batch
+            name,
+            path,
+            max_tokens=batch.max_tokens or service.settings.max_tokens,
+            temperature=1.0,
+            batch=service.plan.batch,
         )
         model = replace(service.model, ref=parse(name))
         adapter, tokenizer = service.adapter_of(name), service.tokenizer
@@ -321,6 +361,7 @@ class Batches:
     def _fail(self, batch: Batch, error: SpillError) -> None:
         place = _PLACE.match(str(error))
         line, message = (int(place[1]), place[2]) if place else (None, str(error))
+        message = message.replace(str(self._files.path(batch.input_file_id)), batch.input_file_id)
         problem = Problem(code="invalid_file", message=message, line=line)
         batch.errors = Problems(data=[problem])
         self._end(batch, "failed")
@@ -330,7 +371,11 @@ class Batches:
             batch.status = status
             setattr(batch, f"{status}_at", int(time.time()))
             self._write(batch)
-        for name in ("run", "state"):  # the results are files by now
+        self._clear(batch)
+
+    def _clear(self, batch: Batch) -> None:
+        """Remove what an ended batch worked with: its results are files."""
+        for name in ("run", "state"):
             shutil.rmtree(self._root / batch.id / name, ignore_errors=True)
 
     def _write(self, batch: Batch) -> None:
@@ -345,13 +390,13 @@ def _model_of(path: Path, service: Service) -> str:
     """
     found: str | None = None
     for number, body in _bodies(path):
-        name = body.get("model", service.base)
-        if name not in service.names:
+        name = service.base if body.get("model") is None else body["model"]
+        if not isinstance(name, str) or name not in service.names:
             known = ", ".join(service.names)
             raise InputError(f"{path}:{number}: there is no model {str(name)[:80]!r} here, only {known}")
         if found is not None and name != found:
             raise InputError(f"{path}:{number}: a batch is for one model: {found} before, {name} here")
-        found = str(name)
+        found = name
     return found or service.base
 
 

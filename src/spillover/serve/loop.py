@@ -177,7 +177,8 @@ class EngineLoop:
                 with self._changed:
                     self._changed.wait_for(lambda: self._over or self._urgent or self._patient)
         except SpillError as error:  # after it the session is of no more use; another one may be
-            self._fail([*self._jobs.values()], error)
+            # the error itself would keep the session's memory for as long as somebody has it
+            self._fail([*self._jobs.values()], EngineError(str(error), hint=error.hint))
             if not scheduler.generated:
                 raise
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +19,9 @@ from spillover.serve.loop import EngineLoop
 from spillover.serve.refusals import Refused
 
 __all__ = ["News", "ServeSettings", "Service", "open_service", "state_folder"]
+
+BODIES_BYTES = 128 << 20
+"""Of the bodies of all requests that are being read or taken apart."""
 
 BASE = -1
 """The adapter index of rows that wear none."""
@@ -125,6 +128,7 @@ class Service:
     """How many were answered, by path and status."""
 
     def __post_init__(self) -> None:
+        self._body_bytes = 0
         loaded = self.engine.load(self.model, self.plan, self.adapters)
         self.loop = EngineLoop(loaded, stream=lambda: StreamDecoder(self.tokenizer), flush=self.outbox.flush)
 
@@ -162,7 +166,9 @@ class Service:
         Raises:
             Refused: too many wait.
         """
-        self._admit(len(requests))
+        self.outbox.attach()
+        self.require_room(len(requests))
+        self.rows += len(requests)
         queue: asyncio.Queue[News] = asyncio.Queue()
         numbers: set[str] = set()
         try:
@@ -182,14 +188,39 @@ class Service:
         if self.draining:
             raise Refused(503, "the server is ending", code="shutting_down")
 
-    def _admit(self, rows: int) -> None:
+    def require_room(self, rows: int) -> None:
+        """Return if so many answers may be begun.
+
+        Raises:
+            Refused: too many at once, or too many wait, or the server is ending.
+        """
         self.require_open()
         most = self.loop.slots + self.settings.queue
         if rows > most:
             raise Refused(400, f"{rows} answers are asked for at once; at most {most} can be", param="n")
         if self.rows + rows > most:
             raise Refused(429, f"{self.rows} answers are under way or wait; try again", code="queue_full")
-        self.rows += rows
+
+    @contextlib.contextmanager
+    def bodies(self) -> Iterator[Callable[[int], None]]:
+        """What to tell the size of each piece of a body, which counts until the block ends.
+
+        Raises:
+            Refused: the bodies of all requests together are too large.
+        """
+        held = 0
+
+        def admit(size: int) -> None:
+            nonlocal held
+            held += size
+            self._body_bytes += size
+            if self._body_bytes > BODIES_BYTES:
+                raise Refused(429, "bodies under way are too large together", code="queue_full")
+
+        try:
+            yield admit
+        finally:
+            self._body_bytes -= held
 
 
 def open_service(settings: ServeSettings, options: JobOptions, events: Events) -> Service:

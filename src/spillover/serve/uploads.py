@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import IO, Any
@@ -29,6 +30,10 @@ PIECE = 1 << 20
 SMALL_BYTES = 1 << 20
 """Of a body that creates a batch."""
 BODY_SECONDS = 30.0
+PIECE_SECONDS = 30.0
+"""How long an upload may say nothing."""
+UPLOADS = 4
+"""Uploads at once; others wait."""
 METADATA = 16
 """Most pairs of a batch's metadata; keys have up to 64 characters, values up to 512."""
 
@@ -55,16 +60,18 @@ class _Hands:
 
     def __init__(self, service: Service, files: Files, batches: Batches) -> None:
         self.service, self.files, self.batches = service, files, batches
+        self._uploads = asyncio.Semaphore(UPLOADS)
 
     async def upload(self, request: Request) -> Response:
         self.service.require_open()
-        async with _form(request) as form:
+        async with self._uploads, _form(request) as form:
             purpose, file = form.get("purpose"), form.get("file")
             if purpose != "batch":
                 raise Refused(400, "purpose must be batch", param="purpose")
             if not isinstance(file, UploadFile):
                 raise Refused(400, "file is missing: it is the part with the bytes", param="file")
-            name = file.filename or "file.jsonl"
+            # a name that is no text is made one
+            name = (file.filename or "file.jsonl").encode("utf-8", "replace").decode()
             if not file.size:
                 raise Refused(400, f"{name} is empty", param="file")
             kept = await run_in_threadpool(self.files.add, name, "batch", _pieces(file.file))
@@ -80,13 +87,14 @@ class _Hands:
 
     async def content(self, request: Request) -> Response:
         file = self._file(request.path_params["name"])
+        # whole or not at all: a range that makes no sense would be refused in words of its own
+        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
         return FileResponse(self.files.path(file.id), media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
         file = self._file(request.path_params["name"])
-        if self.batches.uses(file.id):
+        if not await run_in_threadpool(self.batches.delete_file, file.id):
             raise Refused(409, f"a batch that has not ended reads {file.id}", code="file_in_use")
-        self.files.delete(file.id)
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     async def create(self, request: Request) -> Response:
@@ -105,7 +113,10 @@ class _Hands:
         if not isinstance(window, str):
             raise Refused(400, "completion_window must be a string", param="completion_window")
         metadata = _metadata(body.get("metadata"))
-        return _json(await run_in_threadpool(self.batches.create, file, window, metadata))
+        batch = await run_in_threadpool(self.batches.create, file, window, metadata)
+        if batch is None:
+            raise Refused(400, f"there is no file {file[:80]!r} any more", param="input_file_id")
+        return _json(batch)
 
     async def list_batches(self, request: Request) -> Response:
         return _page(request, self.batches.list(), 20)
@@ -136,8 +147,15 @@ async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
         raise Refused(400, "a file comes as multipart/form-data")
 
     async def counted() -> AsyncGenerator[bytes, None]:
-        size = 0
-        async for piece in request.stream():
+        size, pieces = 0, request.stream()
+        while True:
+            try:
+                async with asyncio.timeout(PIECE_SECONDS):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                raise HTTPException(408, f"nothing of the file came for {PIECE_SECONDS:g} s") from None
+            if piece is None:
+                return
             size += len(piece)
             if size > FILE_BYTES:
                 raise HTTPException(413, f"a file is limited to {FILE_BYTES >> 20} MiB")
@@ -150,6 +168,10 @@ async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
         raise HTTPException(400, "the client went away") from None
     except MultiPartException as error:
         raise Refused(400, f"the form cannot be read: {error.message}") from None
+    except (UnicodeError, LookupError):
+        raise Refused(400, "the form is not in UTF-8") from None
+    except OSError as error:  # a large file waits on disk
+        raise HTTPException(507, f"the file cannot be kept: {error.strerror}") from None
     try:
         yield dict(form)
     finally:
@@ -173,7 +195,7 @@ def _metadata(value: Any) -> dict[str, str] | None:
 def _page(request: Request, found: list[Any], usual: int) -> Response:
     """A page of a list, after the one called ``after``."""
     after, limit = request.query_params.get("after"), request.query_params.get("limit", str(usual))
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 10_000:
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= 10_000):
         raise Refused(400, "limit must be from 1 to 10000", param="limit")
     ids = [one.id for one in found]
     if after is not None and after not in ids:

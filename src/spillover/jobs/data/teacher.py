@@ -66,9 +66,11 @@ class Teacher(msgspec.Struct, frozen=True):
         ordered = np.sort(tokens, axis=1)
         if (ordered[:, 1:] == ordered[:, :-1]).any():
             raise Fault("logprobs.top_token_ids names a token twice for one place", hint=_HINT)
-        if not np.isfinite(logprobs).all() or (np.exp(logprobs).sum(axis=1) > 1 + _ABOVE_ONE).any():
+        # far below the least that float32 holds: a probability of 0
+        held = np.maximum(logprobs, -1000.0).astype(np.float32)
+        if not np.isfinite(logprobs).all() or not (np.exp(held).sum(axis=1) <= 1 + _ABOVE_ONE).all():
             raise Fault("logprobs.top are no logarithms of probabilities that sum to 1 at most", hint=_HINT)
-        return Likely(tokens.astype(np.int64), logprobs.astype(np.float32))
+        return Likely(tokens.astype(np.int64), held)
 
 
 _HINT = "spill distill writes such rows"
@@ -87,7 +89,7 @@ def _matrix(rows: Any, name: str, count: int) -> np.ndarray[Any, np.dtype[np.flo
     """A list of `count` lists of equally many numbers, float64 ``[count, K]``."""
     try:
         matrix = np.array(rows, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         matrix = np.empty(0)
     if matrix.ndim != 2 or len(matrix) != count or not matrix.shape[1]:
         raise Fault(f"{name} must have equally many numbers for each of {count} tokens", hint=_HINT)
