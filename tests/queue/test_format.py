@@ -15,6 +15,7 @@ import pytest
 
 from pool.described import FORMATS, rows
 from queued import Place
+from spillover.http import serving
 from spillover.pool import ledger
 from spillover.queue import coordinator, messages, server, views
 from spillover.queue.coordinator import HANDLERS, VIEWS
@@ -118,8 +119,10 @@ def test_every_struct_of_a_message_has_a_table_with_its_types() -> None:
 
 def test_the_statuses_are_those_that_the_server_answers() -> None:
     """As its source says them, but for what the library below it refuses by itself."""
-    source = Path(server.__file__).read_text(encoding="utf-8").partition('"""\n')[2]
-    said = {int(number) for number in re.findall(r"\b([45]\d\d)\b", source.partition('"""\n')[2])}
+    said: set[int] = set()
+    for module in (server, serving):  # its own, and what all servers here refuse
+        source = Path(module.__file__).read_text(encoding="utf-8").partition('"""\n')[2]
+        said |= {int(number) for number in re.findall(r"\b([45]\d\d)\b", source)}
     assert {int(status) for status, *_ in rows("statuses")} == said | {200, 404, 405}
 
 
