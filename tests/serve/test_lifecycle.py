@@ -18,6 +18,7 @@ import pytest
 
 from crowd import crowd
 from served import SPILL, Running, ask, eventually
+from spillover.http.serving import bind
 
 SLOW = {"max_tokens": 8000, "temperature": 0, "stop": ["never to be said"]}
 """An answer that takes seconds: greedy, this model goes round in circles."""
@@ -223,3 +224,11 @@ def test_bodies_that_do_not_come_hold_nothing_but_their_connections(server, name
             thread.join()
         assert server.idle()
         assert server.client.chat.completions.create(model=name, messages=ask("x"), max_tokens=1)
+
+
+def test_a_small_answer_is_not_held_back():
+    """asyncio turns Nagle's algorithm off for connections of a socket that names TCP, and for no other."""
+    with contextlib.closing(bind("127.0.0.1", 0)) as bound, socket.create_connection(bound.getsockname()):
+        accepted, _ = bound.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP

@@ -24,6 +24,7 @@ from spillover.http import connection
 __all__ = ["Endpoint", "Server", "bind", "guarded", "read_body", "run"]
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+_BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Server(uvicorn.Server):
@@ -49,9 +50,18 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         InputError: the address is not this machine's, or somebody listens there.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off, which holds small answers back for 40 ms, only where TCP is named
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
+        return bound
     except (OSError, OverflowError) as error:
+        bound.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(
             f"{host} port {port} cannot be listened at: {reason}", hint="--port 0 takes a free one"
