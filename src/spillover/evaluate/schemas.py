@@ -71,4 +71,6 @@ def allows(schema: bytes, value: Any) -> bool:
         raise InputError(f"the schema refers to {error.ref!r}, which is not in it") from None
     except RecursionError:
         raise InputError("the schema refers to itself without end") from None
+    except OverflowError:  # a number with hundreds of digits, which no float can be compared with
+        return False
     return valid

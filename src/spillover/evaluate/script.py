@@ -145,7 +145,7 @@ def _lines(process: subprocess.Popen[bytes], timeout: float) -> Iterator[bytes |
 def _score(line: bytes, number: int) -> float:
     try:
         value: Any = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = ...
     if isinstance(value, dict):
         value = value.get("score", ...)

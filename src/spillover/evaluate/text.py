@@ -27,8 +27,9 @@ def words(text: str) -> tuple[str, ...]:
     ``The``, is compared as it is, in lower case: otherwise any two of them would be the same.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
-    found = _ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()
-    return tuple(found or lowered.split())
+    bare = lowered.translate(_PUNCTUATION)
+    # the choice "A." is "A", although nothing is left of either without articles
+    return tuple(_ARTICLES.sub(" ", bare).split() or bare.split() or lowered.split())
 
 
 def plain(text: str) -> str:

@@ -96,6 +96,9 @@ class Sheet:
                 raise Corrupt(f"{self.summary.path}:{row.line}: an answer is missing")
             judged = {} if said is None else self._said(row, found, said)
             yield Item(row, found, judged)
+        for stream in (*streams, *([] if said is None else [said])):
+            if next(stream, None) is not None:  # also what has the last segment's checksum compared
+                raise Corrupt(f"{self.summary.path}: there are answers to more rows than it has")
 
     def judge_rows(self, judge: Judge) -> Iterator[bytes]:
         """A line to answer for each answer that the judge is to grade."""
