@@ -241,3 +241,10 @@ def test_a_file_that_is_no_schema_is_one_line(tmp_path: Path, content: str) -> N
 def test_a_question_that_a_metric_cannot_be_used_on(spec: str, expected: Any, words: str) -> None:
     with pytest.raises(Unfit, match=words):
         parse_metric(spec).check(Question(expected))
+
+
+@pytest.mark.parametrize("answer", ["A.", "(A)", "A)", "**A**", "a"])
+def test_a_choice_is_itself_whatever_stands_around_it(answer: str) -> None:
+    from spillover.evaluate.text import words
+
+    assert words(answer) == words("A") != words("B")
