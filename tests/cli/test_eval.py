@@ -43,17 +43,19 @@ def written(shell: Shell) -> dict[str, bytes]:
 def test_killed_anywhere_it_comes_to_the_same_report(evals: Shell) -> None:
     """In the first model's rows, in the second's, and while nothing is durable yet."""
     moments = random.Random(20261201)
-    killed = 0
+    killed, restored = 0, []
     for count in (1, SAVE_ROWS + 5, ROWS - 10, ROWS, moments.randint(1, ROWS)):
         process = evals.start(*EVAL, "--state", "killed")
         process.until("row", count)
         process.send(signal.SIGKILL)
-        killed += process.end().code == -signal.SIGKILL
-    last = evals(*EVAL, "--state", "killed")
+        outcome = process.end()
+        killed += outcome.code == -signal.SIGKILL
+        restored += outcome.of("restore")
+    last = evals(*EVAL, "--state", "killed")  # there may be nothing left to answer
     assert last.code == 0 and killed >= 3
     found = written(evals)
     durable = [event["step"] for event in last.of("restore")]
-    assert len(last.of("row")) <= 2 * ROWS - sum(durable) and durable
+    assert len(last.of("row")) <= 2 * ROWS - sum(durable) and any(event["step"] for event in restored)
     assert evals(*EVAL, "--state", "whole").code == 0
     assert written(evals) == found
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from spillover.errors import (
     Superseded,
 )
 from spillover.pool import Link, Owners, Pool, Publication, Record, Ref
+from spillover.pool.layout import HEADER, PackHeader
 from spillover.pool.reference import pack_id
 
 
@@ -417,6 +418,30 @@ def test_a_pack_that_is_only_just_begun_is_no_damage(pool: Pool, owners: Owners)
     assert owners.collect().damaged == []
     assert pool.verify().damaged == []
     assert path.exists()
+
+
+def test_a_pack_begun_while_it_is_looked_at_is_no_damage(
+    pool: Pool, owners: Owners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer's first write comes between one look at its first bytes and the next."""
+    number = pack_id(pool.writer.id, 99)
+    path = pool.folder.path_of(number)
+    header = PackHeader(pool.folder.id, number, pool.writer.id).encode()
+    looks = 0
+
+    def look(file: int, size: int, offset: int, read: Callable[..., bytes] = os.pread) -> bytes:
+        nonlocal looks
+        found = read(file, size, offset)
+        if os.fstat(file).st_ino == path.stat().st_ino:
+            looks += 1
+            path.write_bytes(header + bytes(HEADER))
+        return found
+
+    monkeypatch.setattr(os, "pread", look)
+    for act in (owners.collect, pool.verify):
+        path.write_bytes(b"")
+        assert act().damaged == []
+    assert looks == 2
 
 
 def test_a_pack_that_is_missing_is_reported(pool: Pool, owners: Owners) -> None:

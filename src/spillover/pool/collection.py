@@ -29,9 +29,9 @@ from spillover.pool.catalogue import Catalogue
 from spillover.pool.extent import Index
 from spillover.pool.folder import Folder
 from spillover.pool.layout import RELOCATIONS
-from spillover.pool.reader import OpenPack
+from spillover.pool.reader import OpenPack, Unbegun
 from spillover.pool.reference import Ref, writer_of
-from spillover.pool.scan import Extent, begun, reference, survey
+from spillover.pool.scan import Extent, reference, survey
 from spillover.store.disk import refusal
 
 __all__ = [
@@ -159,11 +159,7 @@ def _whole(folder: Folder, number: int) -> list[Ref]:
     """
     try:
         pack = OpenPack(folder, number)
-    except FileNotFoundError:
-        return []
-    except Corrupt:
-        if begun(folder, number):
-            raise
+    except (FileNotFoundError, Unbegun):
         return []
     folder.disk.sync_data(pack.file)
     found: list[Extent] = []
@@ -325,9 +321,7 @@ def _look(folder: Folder, pack: int, *, alive: bool) -> tuple[int, int] | None:
         opened = OpenPack(folder, pack)
     except FileNotFoundError:
         return None
-    except Corrupt:
-        if begun(folder, pack):
-            raise
+    except Unbegun:
         return None if alive else (pack, 0)
     seal = read_seal(opened.file, opened.path)
     if seal is not None:

@@ -31,7 +31,7 @@ from spillover.pool.relocation import Relocations
 from spillover.pool.tensors import Tensor
 from spillover.store.disk import refusal
 
-__all__ = ["Indexes", "OpenPack", "Pin", "Reader", "RecordSet"]
+__all__ = ["Indexes", "OpenPack", "Pin", "Reader", "RecordSet", "Unbegun"]
 
 INDEX_BYTES = 32 << 20
 """Parsed indexes that a session remembers."""
@@ -45,6 +45,13 @@ T = TypeVar("T")
 _packs: weakref.WeakSet[OpenPack] = weakref.WeakSet()
 
 
+class Unbegun(Corrupt):
+    """Raised for a pack with nothing in it: its first write was cut off or is still to come.
+
+    A write that the power cut off may have left its later pages, and zeros where the first should be.
+    """
+
+
 class OpenPack:
     """A pack that stays on disk as long as this object lives.
 
@@ -53,6 +60,7 @@ class OpenPack:
 
     Raises:
         FileNotFoundError: it is gone.
+        Unbegun: there is nothing in it.
         Corrupt: its header is damaged or names another pool.
     """
 
@@ -67,7 +75,10 @@ class OpenPack:
         if state.st_nlink == 0:  # deleted between open and flock
             raise FileNotFoundError(self.path)
         self.size = state.st_size
-        header = PackHeader.decode(os.pread(self.file, HEADER, 0), self.path)
+        head = os.pread(self.file, HEADER + 1, 0)  # read once: a writer may begin the pack a moment later
+        if len(head) <= HEADER or not any(head[:HEADER]):
+            raise Unbegun(f"{self.path} is not a pack, or not yet: nothing is in it")
+        header = PackHeader.decode(head[:HEADER], self.path)
         if header.pool != folder.id or header.pack != pack:
             raise Corrupt(f"{self.path} is a pack of another pool or name")
 

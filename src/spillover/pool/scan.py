@@ -23,7 +23,6 @@ from spillover.store.disk import refusal
 __all__ = [
     "Extent",
     "Survey",
-    "begun",
     "extent_at",
     "extents",
     "receipt",
@@ -147,19 +146,6 @@ def _behind_all(pack: OpenPack, size: int) -> int:
             return min(size, start + found + padding(start + found))
         size = start
     return size
-
-
-def begun(folder: Folder, pack: int) -> bool:
-    """Whether a pack has anything in it. If not, its first write was cut off or is still to come.
-
-    A write that the power cut off may have left its later pages, and zeros where the first should be.
-    """
-    try:
-        with folder.path_of(pack).open("rb") as file:
-            head = file.read(HEADER + 1)
-    except FileNotFoundError:
-        return False
-    return len(head) > HEADER and any(head[:HEADER])
 
 
 def extent_at(place: Place, stop: int) -> Extent:

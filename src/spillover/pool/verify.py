@@ -8,10 +8,10 @@ import msgspec
 
 from spillover.errors import Corrupt
 from spillover.pool.folder import Folder
-from spillover.pool.reader import OpenPack
+from spillover.pool.reader import OpenPack, Unbegun
 from spillover.pool.reference import writer_of
 from spillover.pool.relocation import decode_moved
-from spillover.pool.scan import begun, survey
+from spillover.pool.scan import survey
 
 __all__ = ["Verification", "verify"]
 
@@ -59,9 +59,10 @@ def verify(folder: Folder, progress: Callable[[int, int], None] = lambda done, t
         except FileNotFoundError:  # collected meanwhile
             total -= file.size
             continue
+        except Unbegun:
+            continue
         except Corrupt as error:
-            if begun(folder, file.pack):
-                damaged.append(str(error))
+            damaged.append(str(error))
             continue
         packs, publications = packs + 1, publications + found.extents
         torn += 0 if writer_of(file.pack) in writers else found.torn
