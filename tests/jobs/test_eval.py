@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 
 from jobs.scenarios import eval_job, run_job, write_evals
 from models.folders import tiny_llama
-from spillover.errors import InputError, ModelError
+from spillover.engine import Completion
+from spillover.errors import Corrupt, InputError, LockContended, ModelError
+from spillover.jobs import answering
 from spillover.jobs.events import Event
 from spillover.jobs.interrupts import Ending
 from spillover.jobs.job import Result
@@ -211,6 +214,50 @@ def test_damaged_answers_are_computed_again(folder: Path, evals: Path, one: Path
     assert computed(events) == ROWS
     assert any("cannot be used again" in (event.get("message") or "") for event in events)
     assert mean_of(result, one, "exact_match") == 0.5
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "garble"])
+def test_damage_to_answers_that_are_complete_says_what_to_delete(
+    folder: Path, evals: Path, one: Path, damage: str
+) -> None:
+    first, _ = eval_job(folder, one)
+    answers = folder / "runs" / "answers"
+    for path in answers.rglob("results.jsonl"):
+        data = bytearray(path.read_bytes())
+        if damage == "flip":
+            data[len(data) // 2] ^= 1
+        path.write_bytes({"cut": data[:-20], "garble": b"[" + data[1:]}.get(damage, data))
+        if damage == "remove":
+            path.unlink()
+    with pytest.raises(Corrupt) as failure:
+        eval_job(folder, one)
+    (state,) = {path.parent for path in answers.rglob("control.json")}
+    assert failure.value.hint == f"delete {state} to have it computed again"
+    shutil.rmtree(state)
+    again, events = eval_job(folder, one)
+    assert left(again) == left(first) and computed(events) == ROWS
+
+
+def test_a_second_process_leaves_the_judge_its_questions(
+    folder: Path, evals: Path, one: Path, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, and the one that owns the judge's answers goes on reading what it began to read."""
+    told: list[str] = []
+    finish = answering.Answering._finish
+    settings = {"judge": str(two), "judge_max_tokens": 2}
+
+    def disturbed(self: answering.Answering, completion: Completion) -> None:
+        finish(self, completion)
+        if self.work.settings.data.name == "judge.jsonl" and not told:
+            told.append("begun")
+            with pytest.raises(LockContended):
+                eval_job(folder, one, **settings)
+            told.append("refused")
+
+    monkeypatch.setattr(answering.Answering, "_finish", disturbed)
+    result, events = eval_job(folder, one, **settings)
+    assert result.ending is Ending.DONE and told == ["begun", "refused"]
+    assert computed(events) == 2 * ROWS
 
 
 @pytest.mark.parametrize("stop", [4, 12, 13])

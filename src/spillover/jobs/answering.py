@@ -190,7 +190,8 @@ class Answering:
         """Whether to stop; and a save now and then, however long a row takes."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self._save(saver)
-        saver.check()
+        with self.session.interrupts.whole():
+            saver.check()
         self._ending = self.session.ending(self._quanta)
         return self._ending is not None
 
@@ -286,19 +287,22 @@ class Answering:
 
     def _take(self, opened: _Open) -> tuple[str, int]:
         """Write down a row whose samples are all there; its finish and how many tokens it has."""
-        del self._open[opened.row.index]
         completions = [opened.completions[index] for index in range(self.work.settings.samples)]
         text, data = self._answers.line(opened.row, completions, opened.decoding)
-        if isinstance(expected := opened.row.expected, str):
-            self._tally.expected += 1
-            self._tally.matched += text.strip() == expected.strip()
         tokens = sum(len(one.tokens) for one in completions)
-        self._note(opened.row, data, tokens)
+        with self.session.interrupts.whole():
+            del self._open[opened.row.index]
+            if isinstance(expected := opened.row.expected, str):
+                self._tally.expected += 1
+                self._tally.matched += text.strip() == expected.strip()
+            self._note(opened.row, data, tokens)
         return completions[0].finish, tokens
 
     def _fail(self, row: Row, failure: RowFailure) -> None:
-        self._tally.failed += 1
-        self._note(row, self._answers.failure(row, failure), 0)
+        data = self._answers.failure(row, failure)
+        with self.session.interrupts.whole():
+            self._tally.failed += 1
+            self._note(row, data, 0)
         self._tell(row, "error", 0)
 
     def _note(self, row: Row, data: bytes, tokens: int) -> None:
@@ -335,7 +339,12 @@ class Answering:
 
     def _save(self, saver: Saver) -> None:
         """Hand everything finished since the last save, and what is under way, to the saver."""
-        saver.finish()  # the segment before must be current before this one can name it
+        saver.wait()  # the segment before must be current before this one can name it
+        with self.session.interrupts.whole():
+            self._hand_over(saver)
+
+    def _hand_over(self, saver: Saver) -> None:
+        saver.finish()
         fresh, self._fresh = self._fresh, []
         partials = self._partials | self._under_way() | self._finished_samples()
         cursor = Cursor(

@@ -342,7 +342,8 @@ def _judged(work: Evaluation, sheet: Sheet) -> Result | None:
         return None
     path = work.run.folder / "judge.jsonl"
     with work.interrupts.preparation():
-        atomic_file(path, sheet.judge_rows(work.judge))
+        # Another process may have it open: it would not go on with rows that changed under it.
+        atomic_file(path, sheet.judge_rows(work.judge), keep_equal=True)
         if not path.stat().st_size:  # no answer to grade
             return None
         part = inputs_of(work.settings.judging(path), work.options, work.events)

@@ -97,6 +97,16 @@ class Interrupts:
             self._worthless = False
 
     @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The body, milliseconds long, is done whole or not at all: what would abandon it waits for it."""
+        before, self._abandonable = self._abandonable, False
+        try:
+            yield
+        finally:
+            self._abandonable = before
+        self._abandon_if_overdue()
+
+    @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
         """The quantum's last act, milliseconds long: from here it cannot be abandoned."""
         self._abandonable = False
@@ -120,7 +130,8 @@ class Interrupts:
         if self.signal is None:
             self.signal = signal.Signals(number).name
             if self._worthless:
-                raise Abandoned
+                self._late(number, frame)
+                return
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             if not self.headless:
                 os.write(2, NOTICE)  # a plain system call: the handler may have interrupted a print

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import hashlib
 import os
 import platform
@@ -215,15 +216,18 @@ def write_job(path: Path, job: JobFile) -> None:
     _write(path, job)
 
 
-def atomic_file(path: Path, pieces: Iterable[bytes]) -> None:
+def atomic_file(path: Path, pieces: Iterable[bytes], *, keep_equal: bool = False) -> None:
     """Write ``path`` all at once: readers see the old file or the whole new one.
+
+    Args:
+        keep_equal: leave a file that has these bytes already as it is, for those who are reading it.
 
     Raises:
         StoreFull: there is no room for it.
         StoreError: it cannot be written for another reason.
     """
     try:
-        _replaced(path, pieces)
+        _replaced(path, pieces, keep_equal)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(
@@ -232,7 +236,7 @@ def atomic_file(path: Path, pieces: Iterable[bytes]) -> None:
         raise StoreError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _replaced(path: Path, pieces: Iterable[bytes]) -> None:
+def _replaced(path: Path, pieces: Iterable[bytes], keep_equal: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
@@ -241,6 +245,9 @@ def _replaced(path: Path, pieces: Iterable[bytes]) -> None:
                 out.write(piece)
             out.flush()
             os.fsync(out.fileno())
+        if keep_equal and path.exists() and filecmp.cmp(name, path, shallow=False):
+            os.unlink(name)
+            return
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

@@ -8,6 +8,7 @@ of a save is raised in the job at its next save or `check`, never swallowed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -56,9 +57,15 @@ class Saver:
         Raises:
             SpillError: the save failed; what was current before still is.
         """
+        self.wait()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def wait(self) -> None:
+        """Return when no save is under way, failed or not: `finish` takes no time then."""
+        if self._pending is not None:
+            futures.wait([self._pending])
 
     def __enter__(self) -> Saver:
         return self

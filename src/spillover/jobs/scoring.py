@@ -216,4 +216,11 @@ def _asked(item: Item, models: Sequence[str], model: int, sample: int) -> dict[s
     }
 
 
-_decoded = msgspec.json.Decoder(Answered).decode
+_decode = msgspec.json.Decoder(Answered).decode
+
+
+def _decoded(line: bytes) -> Answered:
+    try:
+        return _decode(line)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"an answer is damaged: {error}") from None

@@ -119,7 +119,7 @@ class Segments:
         """Every result line, in the order of the input, each verified against its segment's checksum.
 
         Raises:
-            Corrupt: a segment is damaged, or a row appears twice.
+            Corrupt: a segment is damaged, or a row appears twice. A line of a damaged one may come before.
         """
         before = -1
         for line in heapq.merge(*(self._stream(piece.reference) for piece in self._all())):
@@ -178,7 +178,11 @@ def _split(payload: Payload) -> Iterator[Line]:
     for piece in payload.chunks(RESULTS, PIECE):
         *whole, rest = (rest + piece).split(b"\n")
         for data in whole:
-            yield Line(decode(data).spillover.row, data)
+            try:
+                number = decode(data).spillover.row
+            except msgspec.DecodeError as error:  # met before the end, where the checksum is compared
+                raise payload.damaged(RESULTS, f"has a line that is no result: {error}") from None
+            yield Line(number, data)
 
 
 def _batched(lines: Iterable[Line]) -> Iterator[bytes]:

@@ -31,10 +31,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from spillover.errors import LockContended, Lost, NotFound, Retry, StoreError, Superseded, Unknown
+from spillover.errors import (
+    LockContended,
+    Lost,
+    NotFound,
+    Retry,
+    SpillError,
+    StoreError,
+    Superseded,
+    Unknown,
+)
 from spillover.state import control as transitions
 from spillover.state.control import Control, Identity, Owner, Reference
-from spillover.state.payload import Payload, PayloadWriter, open_payload
+from spillover.state.payload import Payload, PayloadWriter, continue_before, open_payload
 from spillover.state.retention import Reach, sweep_orphans
 from spillover.store import PROBE, Hold, Store, probe
 
@@ -93,7 +102,15 @@ class State:
 
     def open(self, reference: Reference) -> Payload:
         """Return the payload at ``reference`` after checking its manifest."""
-        return open_payload(self.store, reference)
+        return open_payload(self.store, reference, self._remedy)
+
+    def _remedy(self) -> str:
+        """What to do about a damaged payload: work that is completed does not continue from an older one."""
+        with contextlib.suppress(SpillError):
+            document = self.read()
+            if document is not None and document.status == "completed":
+                return f"delete {self.store.uri} to have it computed again"
+        return continue_before()
 
     @property
     def _where(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from spillover.state.control import Reference
 from spillover.store import Buffer, Digest, Source, Store
 from spillover.store.base import CHUNK, chunked, valid_key
 
-__all__ = ["COMMIT", "Commit", "Payload", "PayloadWriter", "open_payload"]
+__all__ = ["COMMIT", "Commit", "Payload", "PayloadWriter", "continue_before", "open_payload"]
 
 COMMIT = "COMMIT"
 SCHEMA = 1
@@ -151,13 +151,28 @@ class _Hashing:
         return Digest(self._size, self._sha.hexdigest())
 
 
-class Payload:
-    """A committed payload whose manifest is intact. Files are verified as they are read."""
+def continue_before() -> str:
+    """What to do about a damaged payload that work was to continue from."""
+    return "pass --from-previous to continue from the checkpoint before it"
 
-    def __init__(self, store: Store, reference: Reference, manifest: Commit) -> None:
+
+class Payload:
+    """A committed payload whose manifest is intact. Files are verified as they are read.
+
+    ``remedy`` says what to do when one is damaged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        reference: Reference,
+        manifest: Commit,
+        remedy: Callable[[], str] = continue_before,
+    ) -> None:
         self.store = store
         self.reference = reference
         self.manifest = manifest
+        self._remedy = remedy
 
     def read(self, name: str) -> bytes:
         """The bytes of a file.
@@ -176,7 +191,7 @@ class Payload:
                 sha.update(piece)
                 yield piece
         except NotFound:
-            raise self._damaged(name, "is missing") from None
+            raise self.damaged(name, "is missing") from None
         self._compare(name, Digest(total, sha.hexdigest()))
 
     def fetch(self, name: str, path: Path) -> None:
@@ -185,7 +200,7 @@ class Payload:
             self._compare(name, self.store.fetch(self._key(name), path))
         except NotFound:
             path.unlink(missing_ok=True)
-            raise self._damaged(name, "is missing") from None
+            raise self.damaged(name, "is missing") from None
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -202,16 +217,17 @@ class Payload:
     def _compare(self, name: str, found: Digest) -> None:
         wanted = self.manifest.files[name]
         if found.size != wanted.size:
-            raise self._damaged(name, f"has {found.size} bytes instead of {wanted.size}")
+            raise self.damaged(name, f"has {found.size} bytes instead of {wanted.size}")
         if found.sha256 != wanted.sha256:
-            raise self._damaged(name, "does not match its checksum")
+            raise self.damaged(name, "does not match its checksum")
 
-    def _damaged(self, name: str, what: str) -> Corrupt:
-        return _damaged(self.store, self._key(name), what)
+    def damaged(self, name: str, what: str) -> Corrupt:
+        """The error that says ``what`` is wrong with a file, and what to do about it."""
+        return _damaged(self.store, self._key(name), what, self._remedy)
 
 
-def open_payload(store: Store, reference: Reference) -> Payload:
-    """Read and check the manifest that ``reference`` points at.
+def open_payload(store: Store, reference: Reference, remedy: Callable[[], str] = continue_before) -> Payload:
+    """Read and check the manifest that ``reference`` points at; ``remedy`` is for hints about damage.
 
     Raises:
         Corrupt: it is missing or not the one that was published.
@@ -220,20 +236,19 @@ def open_payload(store: Store, reference: Reference) -> Payload:
     try:
         data = store.read(key).data
     except NotFound:
-        raise _damaged(store, key, "is missing") from None
+        raise _damaged(store, key, "is missing", remedy) from None
     if hashlib.sha256(data).hexdigest() != reference.commit:
-        raise _damaged(store, key, "does not match the control object")
+        raise _damaged(store, key, "does not match the control object", remedy)
     try:
         manifest = msgspec.json.decode(data, type=Commit)
     except msgspec.DecodeError as error:
-        raise _damaged(store, key, f"is of a version that this spillover does not read ({error})") from error
+        what = f"is of a version that this spillover does not read ({error})"
+        raise _damaged(store, key, what, remedy) from error
     if manifest.schema > SCHEMA:
-        raise _damaged(store, key, f"was written by a newer spillover (schema {manifest.schema})")
-    return Payload(store, reference, manifest)
+        what = f"was written by a newer spillover (schema {manifest.schema})"
+        raise _damaged(store, key, what, remedy)
+    return Payload(store, reference, manifest, remedy)
 
 
-def _damaged(store: Store, key: str, what: str) -> Corrupt:
-    return Corrupt(
-        f"{store.uri}/{key} {what}",
-        hint="pass --from-previous to continue from the checkpoint before it",
-    )
+def _damaged(store: Store, key: str, what: str, remedy: Callable[[], str]) -> Corrupt:
+    return Corrupt(f"{store.uri}/{key} {what}", hint=remedy())
