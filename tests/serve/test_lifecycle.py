@@ -19,6 +19,7 @@ import pytest
 from crowd import crowd
 from served import SPILL, Running, ask, eventually
 from spillover.http.serving import bind
+from spillover.serve.server import SAVE_SECONDS
 
 SLOW = {"max_tokens": 8000, "temperature": 0, "stop": ["never to be said"]}
 """An answer that takes seconds: greedy, this model goes round in circles."""
@@ -146,6 +147,26 @@ def test_after_the_grace_whoever_still_waits_is_told(serving, name):
         list(stream)
     assert server.process.wait(20) == 0
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.slow
+def test_the_end_takes_no_longer_than_the_grace_and_a_save(serving, name, tmp_path):
+    """A batch that cannot end in time is saved and continues with the next start."""
+    server = serving("--grace", "2", "--batch", "1")
+    rows = tmp_path / "rows.jsonl"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "model": name, **SLOW}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    rows.write_text("".join(json.dumps(line | {"custom_id": str(n)}) + "\n" for n in range(20)))
+    file = server.client.files.create(file=rows, purpose="batch")
+    batch = server.client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    eventually(lambda: server.figures()["spill_serve_running_rows"] == 1)
+    begun = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - begun < 2 + SAVE_SECONDS + 2
+    again = serving("--grace", "2", "--batch", "1")
+    assert again.client.batches.retrieve(batch.id).status in ("validating", "in_progress")
 
 
 def test_a_second_signal_ends_at_once(serving, name):

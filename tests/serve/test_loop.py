@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from engine.tiny import SIZES, answers, build, loaded, prompt, request
 from spillover.engine import Completion, Sampling
@@ -93,19 +94,32 @@ def test_what_is_cancelled_is_gone_with_the_next_pass(loop):
     assert (loop.running, loop.waiting) == (0, 0)
 
 
-def test_a_pass_that_fails_fails_its_rows_and_no_others(loop, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (EngineError("the drive is gone"), "the drive is gone"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nA page"), "the engine failed: CUDA out of memory."),
+        (MemoryError(), "the engine failed: MemoryError"),
+    ],
+)
+@pytest.mark.parametrize("method", ["decode", "admit"])
+def test_a_pass_that_fails_fails_its_rows_and_no_others(loop, monkeypatch, error, says, method):
     def broken(*given):
-        raise EngineError("the drive is gone")
+        raise error
+
+    if method == "admit":  # the first of an idle server's life
+        monkeypatch.setattr(loop._scheduler._session, "admit", broken)
 
     def at(tokens: list[int]) -> None:
-        if len(tokens) == 5:
+        if len(tokens) == 5 and method == "decode":
             monkeypatch.setattr(loop._scheduler._session, "decode", broken)
 
     rows = [Heard(at), Heard()]
-    for number, heard in enumerate(rows):
-        loop.submit(request(str(number), prompt(5, number), 100), heard)
+    with loop._changed:  # both come before the first pass
+        for number, heard in enumerate(rows):
+            loop.submit(request(str(number), prompt(5, number), 100), heard)
     for heard in rows:
-        assert str(heard.wait().error) == "the drive is gone"
+        assert str(heard.wait().error) == says
     after = Heard()
     loop.submit(request("after", prompt(5), 3), after)
     assert after.wait().completion is not None
@@ -116,7 +130,7 @@ def test_an_engine_that_fails_twice_ends_the_loop(model, monkeypatch):
     served = loaded(model, batch=2)
     loop = EngineLoop(served, stream=lambda: None, flush=lambda: None)
     loop.start()
-    first, second = served.session, Heard()
+    first, rows = served.session, [Heard(), Heard()]
 
     def session():
         made = first()
@@ -125,8 +139,9 @@ def test_an_engine_that_fails_twice_ends_the_loop(model, monkeypatch):
 
     monkeypatch.setattr(served, "session", session)
     monkeypatch.setattr(loop._scheduler._session, "admit", session().admit)
-    loop.submit(request("a", prompt(5), 3), second)
-    assert str(second.wait().error) == "no more"
+    for row in rows:
+        loop.submit(request("a", prompt(5), 3), row)
+        assert str(row.wait().error) == "no more"
     loop._thread.join(20)
     assert str(loop.error) == "no more"
     with pytest.raises(EngineError, match="ending"):

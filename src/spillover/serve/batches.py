@@ -221,8 +221,12 @@ class Batches:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close(0)
+
+    def close(self, seconds: float) -> None:
+        """`stop`, and wait up to ``seconds`` until everything is saved."""
         self.stop()
-        self._thread.join(self._service.settings.grace)
+        self._thread.join(seconds)
 
     def _work(self) -> None:
         tries: dict[str, int] = {}

@@ -44,7 +44,7 @@ RETRY_AFTER = "1"
 LAST_SECONDS = 2
 """How long connections have to close once nothing is under way any more."""
 SAVE_SECONDS = 10.0
-"""How much longer than the grace a batch has to save what it has: a pass may be under way."""
+"""How much longer than the grace the end may take: a pass may be under way, and a batch saves what it has."""
 
 
 def application(service: Service, files: Files, batches: Batches, token: str | None = None) -> ASGIApp:
@@ -127,8 +127,10 @@ def serve(
             )
             if closing.at_once:
                 os._exit(0)  # what is durable is; a pass under way is not waited for
+            batches.close(closing.left())
+            service.loop.close(closing.left())
     finally:
-        service.loop.close(SAVE_SECONDS)
+        service.loop.close(0)
     if service.loop.error is not None:
         raise service.loop.error
 
@@ -139,6 +141,12 @@ class _Closing:
     def __init__(self, service: Service, batches: Batches) -> None:
         self.service, self.batches = service, batches
         self.at_once = False
+        self._end: float | None = None
+
+    def left(self) -> float:
+        """Seconds until the process should be gone."""
+        end = time.monotonic() + SAVE_SECONDS if self._end is None else self._end + SAVE_SECONDS
+        return max(0.0, end - time.monotonic())
 
     def signalled(self, server: Server) -> None:
         """Hear a signal."""
@@ -155,9 +163,10 @@ class _Closing:
                 server.should_exit = True
                 return
         self.batches.stop()
-        end = time.monotonic() + self.service.settings.grace
-        while time.monotonic() < end and not (self.batches.stopped and not self.service.rows):
+        self._end = time.monotonic() + self.service.settings.grace
+        while time.monotonic() < self._end and not (self.batches.stopped and not self.service.rows):
             await asyncio.sleep(0.05)
+        self._end = min(self._end, time.monotonic())
         self.service.loop.close(0)  # whoever still waits is told so
         server.should_exit = True
 
