@@ -76,6 +76,17 @@ def test_tail_shows_the_last_events_and_follows_to_the_end(whole):
     assert shell("tail", "run-", "-f", "-n", "2").out.splitlines()[0].split()[1] == "checkpoint"
 
 
+def test_tail_shows_a_step_whose_loss_is_no_number(shell, whole):
+    shutil.copytree(whole.shell.folder / "runs", shell.folder / "runs")
+    path = shell.run_folder("tune") / "events.jsonl"
+    event = next(json.loads(x) for x in path.read_text().splitlines() if '"event":"step"' in x) | {
+        "loss": None
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert "  loss -  lr " in shell("tail", "tune-", "-n", "1").out
+
+
 def test_a_beginning_that_fits_several_runs_is_refused(whole):
     shell = whole.shell
     shutil.copytree(shell.run_folder("tune"), shell.folder / "runs" / "tune-copy")

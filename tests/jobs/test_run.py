@@ -132,10 +132,12 @@ def test_a_row_that_is_too_long_fails_alone(folder: Path, tiny: Path) -> None:
     assert "1 failed" in result.message
 
 
-def test_a_finished_run_is_not_done_again(folder: Path, tiny: Path) -> None:
+def test_a_finished_run_is_not_done_again(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it measured what its rows would take."""
     result, _ = run_job(folder, tiny)
     first = answers(result.run.results)
     result.run.results.unlink()
+    monkeypatch.setattr("spillover.jobs.run.planned", lambda *given: pytest.fail("it was planned again"))
     again, events = run_job(folder, tiny, out=folder / "copy.jsonl")
     assert "already complete" in again.message
     assert not [e for e in events if e["event"] == "row"]

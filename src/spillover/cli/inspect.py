@@ -153,7 +153,8 @@ def _event_line(event: dict[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     kind = event["event"]
     if kind == "step":
-        rest = f"step {event['step']} of {event['total']}  loss {event['loss']:.4f}  lr {event['lr']:.2e}"
+        loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
+        rest = f"step {event['step']} of {event['total']}  loss {loss}  lr {event['lr']:.2e}"
     elif kind == "row":
         rest = f"row {event['step']} of {event['total']}  {event['custom_id']}  {event['finish']}"
     else:

@@ -284,15 +284,16 @@ def run_rows(settings: RunSettings, options: JobOptions, events: Events, job: Jo
     with Interrupts(headless=options.headless) as interrupts:
         try:
             with interrupts.preparation():
-                work = planned(inputs_of(settings, options, events), options, events)
-                label = f"{work.model.ref.spec}-{settings.data.stem}"
-                run, store = run_for(settings.command, label, work.identity, options)
-                document = recorded(store, work.identity, options)
+                inputs = inputs_of(settings, options, events)
+                label = f"{inputs.model.ref.spec}-{settings.data.stem}"
+                run, store = run_for(settings.command, label, inputs.identity, options)
+                document = recorded(store, inputs.identity, options)
+                if document is not None and document.status == "completed" and not options.dry_run:
+                    return _already_complete(inputs, run, store, document)
+                work = planned(inputs, options, events)
                 events.engine = work.plan.engine
                 if options.dry_run:
                     return rehearsed(work, store.uri, done_so_far(document))
-                if document is not None and document.status == "completed":
-                    return _already_complete(work, run, store, document)
             with open_session(job, run, store, work, options, events, interrupts) as session:
                 ending, segments = Answering(work, session).run()
                 if ending is not Ending.PREEMPTED:
@@ -380,11 +381,11 @@ def _tokens(row: Row, settings: RunSettings, tokenizer: Tokenizer) -> tuple[list
     return tokenizer.prompt_ids(row.messages, tools=row.tools), row.max_tokens or settings.max_tokens, 0
 
 
-def _already_complete(work: RunWork, run: Run, store: Store, document: Control) -> Result:
+def _already_complete(inputs: Inputs, run: Run, store: Store, document: Control) -> Result:
     segments = Segments(State(store).open, document.current[KIND])
-    _write_results(work.settings, run, segments)
-    message = f"already complete: {Tally.of(segments).line(work.summary.rows)}; {run.results}"
-    return Result(Ending.DONE, message, work.settings.next(run.results), run)
+    _write_results(inputs.settings, run, segments)
+    message = f"already complete: {Tally.of(segments).line(inputs.summary.rows)}; {run.results}"
+    return Result(Ending.DONE, message, inputs.settings.next(run.results), run)
 
 
 def _write_results(settings: RunSettings, run: Run, segments: Segments) -> None:
